@@ -1,0 +1,168 @@
+"""The one algebra that every method runs on, in the open and under masks.
+
+It binds a model's layout to combining rules and offers the steps of a round as pure functions:
+``measure`` (site) -> ``totals`` -> ``plan`` (server) -> ``contribute`` (server in the open, site under masks)
+-> sums -> ``next_value`` (server). Nothing here knows who calls it, or how messages travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossward.federation.contract import (
+    ALL,
+    Contribution,
+    Needs,
+    Plan,
+    Report,
+    Share,
+    State,
+    Summed,
+    Tally,
+    Tensors,
+    Vector,
+)
+from crossward.federation.errors import PrivacyRefusal
+from crossward.federation.rules import Rule
+from crossward.federation.scopes import Layout, Scope, TensorSpec
+
+_STRENGTH: dict[Needs, int] = {"nothing": 0, "totals": 1, "gram": 2}
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor that a site reports beside its model, such as class prototypes, and the rule that combines it."""
+
+    shape: tuple[int, ...]
+    rule: Rule
+
+
+class Algebra:
+    """A layout bound to its combining rules.
+
+    Args:
+        layout: every tensor of the model with its scope.
+        rules: a rule for each scope that leaves the site and occurs in the layout.
+        extras: declared tensors beside the model.
+    """
+
+    def __init__(self, layout: Layout, rules: Mapping[Scope, Rule], extras: Mapping[str, Extra] | None = None) -> None:
+        extras = extras or {}
+        self.layout = dict(layout)
+        self.extras = dict(extras)
+        self._rules: dict[str, Rule] = {}
+        self._group_of: dict[str, str] = {}
+        self.sent: dict[str, TensorSpec] = {}
+        for name, spec in layout.items():
+            if not spec.scope.leaves:
+                continue
+            if spec.scope not in rules:
+                raise PrivacyRefusal(
+                    f"tensor '{name}' is {spec.scope}, but the method has no rule to combine that scope"
+                )
+            self._declare(name, spec, group=spec.scope.value, rule=rules[spec.scope])
+        for name, extra in extras.items():
+            if name in layout:
+                raise PrivacyRefusal(f"extra '{name}' has the name of a tensor of the model")
+            self._declare(name, TensorSpec(Scope.SHARED, extra.shape), group=name, rule=extra.rule)
+        self.needs: Needs = max(
+            (rule.needs for rule in self._rules.values()), key=_STRENGTH.__getitem__, default="nothing"
+        )
+
+    def _declare(self, name: str, spec: TensorSpec, *, group: str, rule: Rule) -> None:
+        self.sent[name] = spec
+        self._group_of[name] = group
+        self._rules[group] = rule
+
+    def _names(self, group: str) -> list[str]:
+        return [name for name, owner in self._group_of.items() if owner == group]
+
+    def blocks(self) -> dict[str, tuple[str, ...]]:
+        """List the blocks of tensors whose cosines the plan needs, as ``group/block``."""
+        return {
+            f"{group}/{block}": tuple(names)
+            for group, rule in self._rules.items()
+            for block, names in rule.blocks(self._names(group)).items()
+        }
+
+    def measure(self, update: Tensors) -> dict[str, Vector]:
+        """Compute the rules' own tallies of an update, as ``group/key``."""
+        tally: dict[str, Vector] = {}
+        for group, rule in self._rules.items():
+            own = {name: update[name] for name in self._names(group)}
+            tally.update({f"{group}/{key}": value for key, value in rule.measure(own).items()})
+        return tally
+
+    def check(self, report: Report) -> None:
+        """Refuse a report that is not exactly what was declared.
+
+        Raises:
+            PrivacyRefusal: an undeclared, missing, misshapen or non-finite tensor, or a tally that is not finite.
+        """
+        undeclared = sorted(set(report.update) - set(self.sent))
+        missing = sorted(set(self.sent) - set(report.update))
+        place = f"{report.site}, round {report.round_number}"
+        if undeclared:
+            raise PrivacyRefusal(f"{place}: the report carries '{undeclared[0]}', which may not leave the site")
+        if missing:
+            raise PrivacyRefusal(f"{place}: the report lacks '{missing[0]}'")
+        for name, tensor in report.update.items():
+            if tuple(tensor.shape) != self.sent[name].shape:
+                raise PrivacyRefusal(
+                    f"{place}: '{name}' has shape {tuple(tensor.shape)} and {self.sent[name].shape} was declared"
+                )
+            if not torch.isfinite(tensor).all():
+                raise PrivacyRefusal(f"{place}: '{name}' has values that are not finite; the report is not used")
+        for key, value in report.tally.items():
+            if not np.isfinite(value).all():
+                raise PrivacyRefusal(f"{place}: tally '{key}' is not finite; the report is not used")
+
+    def plan(self, round_number: int, cohort: Sequence[str], totals: Tally, gram: Mapping[str, Vector]) -> Plan:
+        """Let every rule plan from its part of the totals and of the Gram matrices."""
+        values = {
+            group: planned
+            for group, rule in self._rules.items()
+            if (planned := rule.plan({**totals, **_part(totals, group)}, _part(gram, group)))
+        }
+        return Plan(round_number, tuple(cohort), values)
+
+    def contribute(self, report: Report, plan: Plan, me: int) -> Contribution:
+        """Multiply a report out into slots. The report's update may be a part of the whole: tensors are independent."""
+        slots: dict[str, dict[str, Share]] = {}
+        tallies = {group: {**report.tally, **_part(report.tally, group)} for group in self._rules}
+        for name, value in report.update.items():
+            group = self._group_of[name]
+            coefficients = self._rules[group].coefficients(
+                name, tallies[group], plan.values.get(group, {}), plan.cohort, me
+            )
+            for slot, coefficient in coefficients.items():
+                slots.setdefault(slot, {})[name] = Share(coefficient, value)
+        return slots
+
+    def next_value(self, name: str, state: State, slot: str, summed: Summed, plan: Plan) -> Tensor:
+        """Make the next value of one tensor in one slot."""
+        group = self._group_of[name]
+        own = {} if slot == ALL else state.personal.get(slot, {})
+        current = own.get(name, state.tensors.get(name))
+        if current is None:
+            current = torch.zeros(self.sent[name].shape)
+        return self._rules[group].advance(name, current, summed, plan.values.get(group, {}))
+
+
+def total(tallies: Iterable[Tally]) -> dict[str, Vector]:
+    """Add tallies up, key by key."""
+    sums: dict[str, Vector] = {}
+    for tally in tallies:
+        for key, value in tally.items():
+            sums[key] = sums[key] + value if key in sums else np.array(value, dtype=np.float64)
+    return sums
+
+
+def _part(values: Mapping[str, Vector], group: str) -> dict[str, Vector]:
+    prefix = f"{group}/"
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

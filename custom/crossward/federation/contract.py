@@ -1,0 +1,120 @@
+"""What travels: reports, plans, shares and payloads.
+
+A round is *totals and Gram -> plan -> sums*. A site reports an update and a tally; the plan is made from summed
+tallies and from cosines between sites; every site then contributes ``coefficient * tensor``, and only those
+products are ever added up. See docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+Tensors = Mapping[str, Tensor]
+Tally = Mapping[str, Vector]
+Needs = Literal["nothing", "totals", "gram"]
+
+ALL = "*"
+"""The slot that every site receives; any other slot is the name of the one site that receives it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a site has to say about a round, on disk in its outbox before it is answered.
+
+    Attributes:
+        site: who reports.
+        round_number: from 1.
+        model: digest of the model that the site received and trained from.
+        update: shared and buffer tensors as trained minus received, personal tensors as they are, and extras.
+        tally: numbers that may only ever be summed over sites (sample counts, losses, block norms).
+    """
+
+    site: str
+    round_number: int
+    model: str
+    update: Tensors
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The coefficients' public part, the same for all sites.
+
+    Attributes:
+        round_number: from 1.
+        cohort: the sites whose contributions are summed, in the order that the plan's vectors use.
+        values: for each group of tensors (a scope, or an extra's name) the numbers that its rule planned.
+    """
+
+    round_number: int
+    cohort: tuple[str, ...]
+    values: Mapping[str, Mapping[str, Vector]] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """Hash the plan, so that sites can tell whether all of them got the same one."""
+        digest = hashlib.sha256(f"{self.round_number}\0{chr(0).join(self.cohort)}".encode())
+        for group in sorted(self.values):
+            for key in sorted(self.values[group]):
+                value = np.ascontiguousarray(self.values[group][key], dtype=np.float64)
+                digest.update(f"\0{group}\0{key}\0{value.shape}\0".encode() + value.tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Share:
+    """One product that a site adds to a slot: linear in the update by construction.
+
+    Attributes:
+        coefficient: a number, or one number per row of ``value`` (per class, for prototypes).
+        value: the tensor from the report, not yet multiplied.
+    """
+
+    coefficient: float | Vector
+    value: Tensor
+
+
+Contribution = Mapping[str, Mapping[str, Share]]
+"""Slot -> tensor name -> share."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The sum over the cohort of ``coefficient * value`` (float64), and of the coefficients alone."""
+
+    value: Tensor
+    coefficient: float | Vector
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one site receives: the model after a round, its own personal tensors included.
+
+    Attributes:
+        round_number: the round whose result this is; 0 is the common start.
+        tensors: shared, buffer, extras, and the recipient's personal tensors.
+        best_round: the best round so far on validation, so that a site knows which model to keep.
+    """
+
+    round_number: int
+    tensors: Tensors
+    best_round: int | None = None
+
+
+@dataclass
+class State:
+    """The server's side of a run after some round."""
+
+    round_number: int
+    tensors: dict[str, Tensor]
+    personal: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def payload(self, site: str, *, best_round: int | None = None) -> Payload:
+        """Make what this site receives; a site without personal tensors of its own gets the common start's."""
+        return Payload(self.round_number, {**self.tensors, **self.personal.get(site, {})}, best_round)

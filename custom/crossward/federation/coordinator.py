@@ -1,0 +1,224 @@
+"""The server's side of a run, without a transport: cohorts, reports in, next model out, checkpoint after every round.
+
+The in-process loop and FLARE's controller drive the same object. ``accept`` may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crossward.federation.algebra import Algebra, total
+from crossward.federation.combine import Spooled, Sums, advance, combine_spooled, next_state, spool
+from crossward.federation.contract import ALL, Payload, Plan, Report, State, Tally
+from crossward.federation.errors import BadInput, RunFailure, StorageFailure
+from crossward.federation.scopes import layout_digest, tensors_digest
+from crossward.federation.seeds import derive
+from crossward.federation.storage import read_tensors, write_tensors
+
+VALIDATION_COUNT = "validation/n"
+VALIDATION_CORRECT = "validation/correct"
+
+_CHECKPOINT_FORMAT = "crossward.checkpoint/1"
+_SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Coordinator:
+    """Runs rounds: who is invited, what they receive, how their reports become the next model.
+
+    Args:
+        folder: where this run's checkpoint and spool are kept.
+        algebra: layout and rules.
+        initial: the common start.
+        sites: all sites of the study.
+        rounds: how many rounds to run.
+        seed: decides who is invited under partial participation.
+        participation: the part of the sites that is invited to each round.
+        quorum: how many reports a round needs; all the invited ones if not given.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        algebra: Algebra,
+        initial: State,
+        *,
+        sites: Sequence[str],
+        rounds: int,
+        seed: int,
+        participation: float = 1.0,
+        quorum: int | None = None,
+    ) -> None:
+        for site in sites:
+            if not _SITE_NAME.fullmatch(site):
+                raise BadInput(f"'{site}' cannot name a site: use letters, digits, '.', '_' and '-', 64 at most")
+        if not 0 < participation <= 1:
+            raise BadInput(f"participation {participation} is not above 0 and at most 1")
+        self.algebra = algebra
+        self.state = initial
+        self.sites = tuple(sites)
+        self.rounds = rounds
+        self.best_round: int | None = None
+        self.scores: dict[int, float] = {}
+        self.history: list[dict[str, Any]] = []
+        self._folder = folder
+        self._seed = seed
+        self._invitations = max(1, math.ceil(participation * len(sites) - 1e-9))
+        self.quorum = min(quorum or self._invitations, self._invitations)
+        self._lock = threading.Lock()
+        self._begin()
+
+    @property
+    def checkpoint_path(self) -> Path:
+        return self._folder / "checkpoint.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        return self.state.round_number >= self.rounds
+
+    def payload(self, site: str) -> Payload:
+        """Make what a site receives of the current model."""
+        return self.state.payload(site, best_round=self.best_round)
+
+    def cohort(self, round_number: int) -> tuple[str, ...]:
+        """Say who is invited to a round; the same seed invites the same sites, also after a restart."""
+        order = np.random.default_rng(derive(self._seed, "cohort", round_number)).permutation(len(self.sites))
+        return tuple(self.sites[index] for index in sorted(order[: self._invitations]))
+
+    def _begin(self) -> None:
+        self._round = self.state.round_number + 1
+        self._invited = self.cohort(self._round)
+        self._plan = Plan(self._round, self._invited)
+        self._digests: dict[str, str] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._sums = Sums()
+        self._spooled: dict[str, Spooled] = {}
+
+    def accept(self, report: Report) -> None:
+        """Take a site's report for the round that is open.
+
+        Raises:
+            PrivacyRefusal: the report is not what was declared; it is not used.
+            RunFailure: it belongs to another round or model, or the site was not invited or has reported already.
+        """
+        self.algebra.check(report)
+        place = f"{report.site}, round {report.round_number}"
+        if report.round_number != self._round or report.site not in self._invited:
+            raise RunFailure(f"{place}: the open round is {self._round} and expects {', '.join(self._invited)}")
+        if report.model != self._digest(report.site):
+            raise RunFailure(f"{place}: the report was trained from another model than the one sent in this run")
+        with self._lock:
+            if report.site in self._tallies:
+                raise RunFailure(f"{place}: the site has reported already")
+            self._tallies[report.site] = report.tally
+        if self.algebra.needs == "nothing":
+            contribution = self.algebra.contribute(report, self._plan, self._invited.index(report.site))
+            with self._lock:
+                self._sums.add(contribution)
+        else:
+            entry = spool(self._spool_folder, report)
+            with self._lock:
+                self._spooled[report.site] = entry
+
+    def _digest(self, site: str) -> str:
+        key = site if site in self.state.personal else ALL
+        if key not in self._digests:
+            self._digests[key] = tensors_digest(self.payload(site).tensors)
+        return self._digests[key]
+
+    @property
+    def _spool_folder(self) -> Path:
+        return self._folder / "spool" / f"round-{self._round:04d}"
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """The invited sites that have reported, in the cohort's order."""
+        return tuple(site for site in self._invited if site in self._tallies)
+
+    def close_round(self, record: Mapping[str, Any]) -> State:
+        """Combine what was reported, write the checkpoint, and open the next round.
+
+        Args:
+            record: facts of the round, kept in the history and in the checkpoint.
+
+        Raises:
+            RunFailure: fewer reports than the quorum; the round is not aggregated and stays open.
+            StorageFailure: the checkpoint could not be written; the run stays at the round before.
+        """
+        if len(self.reported) < self.quorum:
+            missing = ", ".join(site for site in self._invited if site not in self._tallies)
+            raise RunFailure(
+                f"round {self._round} has {len(self.reported)} of {self.quorum} reports it needs (missing: {missing}): "
+                f"not aggregated, the model stays at round {self.state.round_number}"
+            )
+        if self.algebra.needs == "nothing":
+            after = next_state(self.state, self._round)
+            advance(self.algebra, self.state, self._sums, self._plan, after)
+        else:
+            spooled = [self._spooled[site] for site in self.reported]
+            after, _ = combine_spooled(self.algebra, self.state, spooled, self._round)
+        history = [*self.history, dict(record)]
+        self._write_checkpoint(after, history)
+        shutil.rmtree(self._folder / "spool", ignore_errors=True)
+        self.state, self.history = after, history
+        self._begin()
+        return after
+
+    def totals(self) -> dict[str, Any]:
+        """The summed tallies of the open round so far."""
+        return total(self._tallies.values())
+
+    def assess(self, tallies: Iterable[Tally]) -> float | None:
+        """Score the current model from the sites' summed validation counts, and remember the best round."""
+        sums = total(tallies)
+        count = float(sums.get(VALIDATION_COUNT, np.zeros(1)).item())
+        if not count or not self.state.round_number:
+            return None
+        score = float(sums[VALIDATION_CORRECT].item()) / count
+        self.scores[self.state.round_number] = score
+        self.best_round = max(self.scores, key=lambda number: (self.scores[number], -number))
+        return score
+
+    def _write_checkpoint(self, state: State, history: Sequence[Mapping[str, Any]]) -> None:
+        tensors = {f"*/{name}": tensor for name, tensor in state.tensors.items()}
+        for site, own in state.personal.items():
+            tensors.update({f"{site}/{name}": tensor for name, tensor in own.items()})
+        metadata = {
+            "format": _CHECKPOINT_FORMAT,
+            "layout": layout_digest(self.algebra.sent),
+            "round": str(state.round_number),
+            "scores": json.dumps(self.scores),
+            "history": json.dumps(history, allow_nan=False),
+        }
+        write_tensors(self.checkpoint_path, tensors, metadata)
+
+    def resume(self) -> bool:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            StorageFailure: there is one, but it is damaged or of another model.
+        """
+        if not self.checkpoint_path.exists():
+            return False
+        tensors, metadata = read_tensors(self.checkpoint_path)
+        if metadata.get("format") != _CHECKPOINT_FORMAT or metadata.get("layout") != layout_digest(self.algebra.sent):
+            raise StorageFailure(f"{self.checkpoint_path} belongs to another model or version; start a new run folder")
+        state = State(int(metadata["round"]), {})
+        for key, tensor in tensors.items():
+            slot, name = key.split("/", 1)
+            (state.tensors if slot == "*" else state.personal.setdefault(slot, {}))[name] = tensor
+        self.state = state
+        self.history = json.loads(metadata["history"])
+        self.scores = {int(number): score for number, score in json.loads(metadata["scores"]).items()}
+        self.best_round = max(self.scores, key=lambda n: (self.scores[n], -n)) if self.scores else None
+        shutil.rmtree(self._folder / "spool", ignore_errors=True)
+        self._begin()
+        return True
