@@ -1,0 +1,221 @@
+"""What a method is: a model whose parts carry scopes, per-sample loss terms, and a combining rule per scope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from crossward.federation.algebra import Algebra, Extra
+from crossward.federation.contract import State, Tensors
+from crossward.federation.rules import Rule, SampleMean
+from crossward.federation.scopes import Scope, layout_of, mark
+from crossward.federation.seeds import derive
+from crossward.nets.resnet import Norm, ResNet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the study trains: the same at every site.
+
+    Attributes:
+        classes: the findings, in the order of the logits.
+        channels: 1 for grey films, 3 for colour.
+        size: side of the square images, in pixels.
+        rounds: planned rounds; schedules and ramps depend on it, so it does not change on resuming.
+        seed: common start of all sites.
+        depth, width, norm: the backbone, see ``crossward.nets.ResNet``.
+    """
+
+    classes: tuple[str, ...]
+    channels: int
+    size: int
+    rounds: int
+    seed: int = 0
+    depth: int = 10
+    width: float = 0.25
+    norm: Norm = "batch"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images [b,c,h,w] and labels [b] of one step."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass
+class Context:
+    """Where training stands; what a method may depend on beside model and batch.
+
+    Attributes:
+        site: this site's name.
+        round_number: from 1.
+        rounds: planned rounds.
+        received: the tensors as received this round, on the training device.
+        generator: for random numbers of the method; seeded anew for every (seed, site, round, step).
+    """
+
+    site: str
+    round_number: int
+    rounds: int
+    received: Tensors
+    generator: torch.Generator
+
+
+@dataclass
+class Trace:
+    """What the forward pass produced: the pooled features, the logits, and whatever parts noted on the way."""
+
+    pooled: Tensor
+    logits: Tensor
+    notes: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A method's answer for a batch of images.
+
+    Attributes:
+        probabilities: [b,K], rows sum to 1.
+        uncertainty: [b] in [0,1]; for softmax, one minus the largest probability.
+        features: [b,d], pooled.
+    """
+
+    probabilities: Tensor
+    uncertainty: Tensor
+    features: Tensor
+
+
+class FeatureBlock(nn.Module):
+    """Plug point between the backbone's stages and the pool; this trivial filling changes nothing.
+
+    A filling marks its own scopes when it is built, and brings its own loss terms.
+    """
+
+    def forward(self, stage: int, features: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        """Transform the feature map after ``stage`` (from 0); ``notes`` carries tensors to the loss terms."""
+        del stage, notes
+        return features
+
+    def terms(self, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
+        del trace, batch, context
+        return {}
+
+
+class SoftmaxHead(nn.Module):
+    """Plug point from pooled features to an answer; this filling is one linear layer with cross-entropy."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, classes)
+
+    def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        del notes
+        logits: Tensor = self.linear(pooled)
+        return logits
+
+    def terms(self, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """Per-sample cross-entropy."""
+        del context
+        return {"cross_entropy": functional.cross_entropy(trace.logits, batch.labels, reduction="none")}
+
+    def predict(self, trace: Trace) -> Prediction:
+        probabilities = trace.logits.float().softmax(dim=1)
+        return Prediction(probabilities, 1 - probabilities.amax(dim=1), trace.pooled.float())
+
+
+class Model(nn.Module):
+    """A backbone with a feature block and a head plugged in."""
+
+    def __init__(self, backbone: ResNet, block: FeatureBlock, head: SoftmaxHead) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.block = block
+        self.head = head
+
+    def forward(self, images: Tensor) -> Trace:
+        notes: dict[str, Tensor] = {}
+        features = self.backbone.stem(images)
+        for index, stage in enumerate(self.backbone.stages):
+            features = self.block(index, stage(features), notes)
+        pooled = features.mean(dim=(2, 3))
+        return Trace(pooled, self.head(pooled, notes), notes)
+
+
+BlockFactory = Callable[[Task, ResNet], FeatureBlock]
+HeadFactory = Callable[[Task, int], SoftmaxHead]
+
+BLOCKS: dict[str, BlockFactory] = {"none": lambda task, backbone: FeatureBlock()}
+HEADS: dict[str, HeadFactory] = {"softmax": lambda task, features: SoftmaxHead(features, len(task.classes))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of all methods: federated averaging, from which each method overrides what its paper changes.
+
+    Fields of a subclass are its options: typed, keyword-only, with the paper's defaults.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    normalisation: ClassVar[str]
+    """The stated policy for normalisation layers, in a few words."""
+
+    coupled: ClassVar[frozenset[str]] = frozenset()
+    """Loss terms whose value depends on the whole batch, which per-sample clipping cannot take as they are."""
+
+    def build(self, task: Task, *, block: str = "none", head: str = "softmax") -> Model:
+        """Build the model; the same task gives the same start at every site."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(task.seed, "start"))
+            backbone = ResNet(depth=task.depth, width=task.width, norm=task.norm, channels=task.channels)
+            model = Model(backbone, BLOCKS[block](task, backbone), HEADS[head](task, backbone.out_channels))
+        mark(model, parameters=Scope.SHARED, buffers=Scope.BUFFER)
+        self.place(model)
+        return model
+
+    def place(self, model: Model) -> None:
+        """Change scopes where this method differs from sharing everything."""
+
+    def rules(self) -> Mapping[Scope, Rule]:
+        """The combining rule of each scope that leaves a site."""
+        return {Scope.SHARED: SampleMean(), Scope.BUFFER: SampleMean()}
+
+    def extras(self, task: Task) -> Mapping[str, Extra]:
+        """Tensors that sites report beside the model."""
+        del task
+        return {}
+
+    def algebra(self, task: Task, model: Model) -> Algebra:
+        """Bind the model's layout to this method's rules."""
+        return Algebra(layout_of(model), self.rules(), self.extras(task))
+
+    def start(self, task: Task, model: Model) -> State:
+        """The common start, as the server holds it: round 0."""
+        algebra = self.algebra(task, model)
+        tensors = model.state_dict()
+        return State(0, {name: tensors[name].detach().clone() for name in algebra.sent if name in tensors})
+
+    def terms(self, model: Model, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """Loss terms: per sample [b], already weighted; those named in ``coupled`` are scalars."""
+        return {**model.head.terms(trace, batch, context), **model.block.terms(trace, batch, context)}
+
+    def penalty(self, model: Model, context: Context) -> dict[str, Tensor]:
+        """Loss terms that do not depend on data, already weighted scalars."""
+        del model, context
+        return {}
+
+    def describe(self, model: Model, batches: Iterable[Batch], context: Context) -> Tensors:
+        """Compute the extras after training, from one pass over the site's training batches."""
+        del model, batches, context
+        return {}
+
+    def predict(self, model: Model, images: Tensor) -> Prediction:
+        """Answer for a batch of images."""
+        return model.head.predict(model(images))

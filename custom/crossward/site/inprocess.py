@@ -1,0 +1,292 @@
+"""A whole federation in one process: the participants and the coordinator of FLARE, joined by function calls."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossward.evaluate.facts import versions
+from crossward.evaluate.metrics import summarise
+from crossward.federation.contract import Payload, Report, Vector
+from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.errors import BadInput, CrosswardError, RunFailure, StorageFailure
+from crossward.federation.storage import read_json, write_json
+from crossward.imaging.data import Cohort
+from crossward.methods.base import Method, Task
+from crossward.site.devices import Device
+from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant, Plugs
+from crossward.site.trainer import CORRECT, LOSS, SEEN, Training
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, for a progress display: one per site and round, and one per round."""
+
+    kind: str
+    round_number: int
+    site: str | None = None
+    figures: Mapping[str, Any] | None = None
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Everything that decides the result of a run; stored in its folder, and compared when it is resumed."""
+
+    method: Method
+    task: Task
+    training: Training
+    plugs: Plugs
+    participation: float = 1.0
+    quorum: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain values."""
+        options = {
+            "method": {"name": self.method.name, **asdict(self.method)},
+            "task": asdict(self.task),
+            "training": asdict(self.training),
+            "plugs": asdict(self.plugs),
+            "participation": self.participation,
+            "quorum": self.quorum,
+        }
+        return dict(json.loads(json.dumps(options)))
+
+
+def simulate(
+    cohort: Cohort,
+    study: Study,
+    folder: Path,
+    *,
+    resume: bool = False,
+    jobs: int | None = None,
+    listen: Listener = lambda event: None,
+) -> dict[str, Any]:
+    """Run a federation and return its result (see evaluate/facts.py).
+
+    Args:
+        cohort: the sites' images.
+        study: what to run.
+        folder: of the run; made if it is not there.
+        resume: go on with the run in the folder.
+        jobs: sites that train at the same time; as many as there are cores if not given.
+        listen: called for every event, from several threads.
+
+    Raises:
+        BadInput: the folder holds another run, or one that was not asked to be resumed.
+        CrosswardError: a round could not be completed; the run can be resumed.
+    """
+    with _owned(folder):
+        _claim(folder, study, cohort, resume=resume)
+        return _Run(cohort, study, folder, jobs=jobs, listen=listen).run()
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this process alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise BadInput(f"cannot write to {folder} ({error.strerror}); choose another --out") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
+    """Write down what is run here, or check that it is what was run here before."""
+    description = {"options": study.options(), "sites": sorted(cohort.sites)}
+    path = folder / "run.json"
+    if not path.exists():
+        if resume:
+            raise BadInput(f"there is no run to resume in {folder}; leave --resume out to start one")
+        write_json(path, description)
+        return
+    if not resume:
+        raise BadInput(f"{folder} holds a run already; add --resume to go on with it, or choose another --out")
+    before = read_json(path)
+    if before != description:
+        name, old, new = next(_differences(before, description, ""))
+        raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options")
+
+
+def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield name, before, now
+
+
+class _Run:
+    def __init__(self, cohort: Cohort, study: Study, folder: Path, *, jobs: int | None, listen: Listener) -> None:
+        self._cohort = cohort
+        self._study = study
+        self._listen = listen
+        device = Device.best()
+        on_cuda = device.kind.type == "cuda"
+        self._jobs = 1 if on_cuda else max(1, min(jobs or os.cpu_count() or 1, len(cohort.sites)))
+        self._device = device
+        method, task = study.method, study.task
+        model = method.build(task, block=study.plugs.block, head=study.plugs.head)
+        self._coordinator = Coordinator(
+            folder / "server",
+            method.algebra(task, model),
+            method.start(task, model),
+            sites=list(cohort.sites),
+            rounds=task.rounds,
+            seed=study.training.seed,
+            participation=study.participation,
+            quorum=study.quorum,
+        )
+        self._participants = {
+            name: Participant(
+                data,
+                method,
+                task,
+                training=study.training,
+                folder=folder / "sites" / name,
+                device=device,
+                plugs=study.plugs,
+            )
+            for name, data in cohort.sites.items()
+        }
+
+    def run(self) -> dict[str, Any]:
+        began = time.monotonic()
+        if self._coordinator.resume():
+            self._listen(Event("resumed", self._coordinator.state.round_number))
+        # One thread of computation per site: results then do not depend on how many sites run at once.
+        with ThreadPoolExecutor(self._jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            self._assess(pool)
+            while not self._coordinator.finished:
+                self._round(pool)
+            return self._result(pool, began)
+
+    def _round(self, pool: ThreadPoolExecutor) -> None:
+        began = time.monotonic()
+        coordinator = self._coordinator
+        number = coordinator.state.round_number + 1
+        invited = coordinator.cohort(number)
+        self._listen(Event("round", number, figures={"invited": list(invited)}))
+        outcomes = list(pool.map(self._train, invited))
+        facts: dict[str, Any] = {name: {"status": "absent"} for name in coordinator.sites}
+        failures = [outcome for outcome in outcomes if isinstance(outcome, CrosswardError)]
+        for name, outcome in zip(invited, outcomes, strict=True):
+            facts[name] = (
+                {"status": "failed", "reason": str(outcome)} if isinstance(outcome, CrosswardError) else outcome
+            )
+        up = sum(fact.pop("bytes_up", 0) for fact in facts.values())
+        down = sum(_nbytes(coordinator.payload(name)) for name in invited)
+        record = {"round": number, "seconds": 0.0, "bytes_up": up, "bytes_down": down, "sites": facts}
+        record["seconds"] = time.monotonic() - began
+        try:
+            coordinator.close_round(record)
+        except RunFailure as failure:
+            causes = "; ".join(str(each) for each in failures)
+            raise RunFailure(f"{causes}. Then: {failure}" if causes else str(failure)) from failure
+        self._assess(pool)
+        coordinator.history[-1]["seconds"] = time.monotonic() - began
+
+    def _train(self, name: str) -> dict[str, Any] | CrosswardError:
+        began = time.monotonic()
+        number = self._coordinator.state.round_number + 1
+        try:
+            report = self._participants[name].train(self._coordinator.payload(name))
+            self._coordinator.accept(report)
+        except StorageFailure:
+            raise
+        except CrosswardError as failure:
+            self._listen(Event("failed", number, name, {"reason": str(failure)}))
+            return failure
+        seen = max(1.0, float(report.tally[SEEN].item()))
+        figures = {
+            "status": "reported",
+            "loss": float(report.tally[LOSS].item()) / seen,
+            "train_accuracy": float(report.tally[CORRECT].item()) / seen,
+            "val_accuracy": None,
+            "val_accuracy_as_received": None,
+            "seconds": time.monotonic() - began,
+            "bytes_up": _nbytes(report),
+        }
+        self._listen(Event("trained", number, name, figures))
+        return figures
+
+    def _assess(self, pool: ThreadPoolExecutor) -> None:
+        """Let every site receive the current model and count it on its validation images."""
+        coordinator = self._coordinator
+        number = coordinator.state.round_number
+        if not number:
+            return
+        names = list(coordinator.sites)
+        tallies = list(pool.map(lambda name: self._participants[name].receive(coordinator.payload(name)), names))
+        score = coordinator.assess(tallies)
+        facts = coordinator.history[-1]["sites"]
+        for name, tally in zip(names, tallies, strict=True):
+            facts[name]["val_accuracy"] = _ratio(tally, VALIDATION_CORRECT)
+            facts[name]["val_accuracy_as_received"] = _ratio(tally, VALIDATION_AS_RECEIVED)
+        self._listen(Event("aggregated", number, figures={"val_accuracy": score, "sites": facts}))
+
+    def _result(self, pool: ThreadPoolExecutor, began: float) -> dict[str, Any]:
+        coordinator, study, cohort = self._coordinator, self._study, self._cohort
+        best = coordinator.best_round or coordinator.state.round_number
+        names = list(coordinator.sites)
+        sites = dict(zip(names, pool.map(lambda name: self._participants[name].finish(best), names), strict=True))
+        options = study.options()
+        return {
+            "method": study.method.name,
+            "data": {
+                "path": cohort.source,
+                "kind": cohort.kind,
+                "classes": list(cohort.classes),
+                "phantom": cohort.phantom,
+                "size": cohort.size,
+            },
+            "options": {**options, "device": str(self._device)},
+            "rounds": coordinator.history,
+            "best_round": best,
+            "sites": sites,
+            "summary": summarise(sites),
+            "cross_site": {"sites": names, "accuracy": self._cross_site(pool, names)},
+            "privacy": {"secagg": False, "dp": False, "epsilon": dict.fromkeys(names)},
+            "warnings": list(cohort.warnings),
+            "versions": versions(),
+            "seconds": time.monotonic() - began,
+        }
+
+    def _cross_site(self, pool: ThreadPoolExecutor, names: list[str]) -> list[list[float | None]]:
+        """Score every site's deployed model on every site's test images: only where all data are in one place."""
+
+        def row(name: str) -> list[float | None]:
+            return [self._participants[name].accuracy_on(self._cohort.sites[other].test) for other in names]
+
+        return list(pool.map(row, names))
+
+
+def _nbytes(message: Payload | Report) -> int:
+    tensors = message.tensors if isinstance(message, Payload) else message.update
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _ratio(tally: Mapping[str, Vector], key: str) -> float | None:
+    count = float(tally[VALIDATION_COUNT].item())
+    return float(tally[key].item()) / count if count else None

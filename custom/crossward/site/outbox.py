@@ -1,0 +1,57 @@
+"""The outbox: a report is on disk before it is answered, and is answered again rather than trained again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from crossward.federation.contract import Report
+from crossward.federation.errors import StorageFailure
+from crossward.federation.storage import read_tensors, write_tensors
+
+_FORMAT = "crossward.report/1"
+
+
+class Outbox:
+    """One site's reports of one run, kept under (round, digest of the model received)."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.chmod(folder, 0o700)
+        except OSError as error:
+            raise StorageFailure(f"the outbox {folder} cannot be used: {error.strerror}") from error
+        self._folder = folder
+
+    def put(self, report: Report) -> None:
+        """Write a report; when this returns, it is on disk."""
+        metadata = {
+            "format": _FORMAT,
+            "site": report.site,
+            "model": report.model,
+            "tally": json.dumps({key: value.tolist() for key, value in report.tally.items()}, allow_nan=False),
+        }
+        write_tensors(self._path(report.round_number, report.model), report.update, metadata)
+
+    def get(self, round_number: int, model: str) -> Report | None:
+        """The report that was made for this round from this model, if there is one."""
+        path = self._path(round_number, model)
+        if not path.exists():
+            return None
+        update, metadata = read_tensors(path)
+        if metadata.get("format") != _FORMAT or metadata.get("model") != model:
+            raise StorageFailure(f"{path} is not a report for this model; move it away and try again")
+        tally = {key: np.array(value, dtype=np.float64) for key, value in json.loads(metadata["tally"]).items()}
+        return Report(metadata["site"], round_number, model, update, tally)
+
+    def tidy(self, *, received: int) -> None:
+        """Delete reports of rounds whose result has arrived."""
+        for path in self._folder.glob("report-*.safetensors"):
+            if int(path.name.split("-")[1]) <= received:
+                path.unlink(missing_ok=True)
+
+    def _path(self, round_number: int, model: str) -> Path:
+        return self._folder / f"report-{round_number:04d}-{model[:16]}.safetensors"

@@ -1,0 +1,177 @@
+"""A hospital in a run: receives a model, trains, reports, deploys. FLARE and the in-process loop both drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossward.evaluate.metrics import score
+from crossward.federation.contract import Payload, Report, Vector
+from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT
+from crossward.federation.scopes import Scope, layout_digest, names_in, tensors_digest
+from crossward.federation.seeds import derive
+from crossward.imaging.data import SiteData, Split, batches
+from crossward.methods.base import Batch, Context, Method, Model, Task
+from crossward.site.devices import Device
+from crossward.site.outbox import Outbox
+from crossward.site.trainer import EVALUATION_BATCH, Training, correct_count, predict, refreshed, train_round
+from crossward.site.vault import Vault
+
+VALIDATION_AS_RECEIVED = "validation/as_received"
+
+
+@dataclass(frozen=True)
+class Plugs:
+    """What is plugged into the model: a feature block and a head, by name."""
+
+    block: str = "none"
+    head: str = "softmax"
+
+
+class Participant:
+    """One site's part of a run.
+
+    Args:
+        data: the site's images.
+        method: what to train.
+        task: of the study, the same at every site.
+        training: how to train.
+        folder: of this run at this site; holds vault and outbox.
+        device: where to compute.
+        plugs: feature block and head.
+    """
+
+    def __init__(
+        self,
+        data: SiteData,
+        method: Method,
+        task: Task,
+        *,
+        training: Training,
+        folder: Path,
+        device: Device,
+        plugs: Plugs,
+    ) -> None:
+        self.data = data
+        self.method = method
+        self._task = task
+        self._training = training
+        self._device = device
+        self._model = method.build(task, block=plugs.block, head=plugs.head)
+        self._model.to(device.kind, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._algebra = method.algebra(task, self._model)
+        self._local = names_in(self._algebra.layout, Scope.LOCAL)
+        self._start = self._tensors(self._local)
+        self.vault = Vault(folder / "vault", layout=layout_digest(self._algebra.layout))
+        self.outbox = Outbox(folder / "outbox")
+
+    @property
+    def name(self) -> str:
+        return self.data.name
+
+    def receive(self, payload: Payload) -> dict[str, Vector]:
+        """Take in the result of a round, keep it as a model that may be deployed, and count it on validation images."""
+        self._install(payload)
+        self.vault.keep_model(payload.round_number, self._tensors())
+        self.vault.tidy(received=payload.round_number, best=payload.best_round)
+        self.outbox.tidy(received=payload.round_number)
+        fresh = self._refreshed()
+        return {
+            VALIDATION_COUNT: np.array([float(len(self.data.val))]),
+            VALIDATION_CORRECT: np.array([float(self._correct(fresh))]),
+            VALIDATION_AS_RECEIVED: np.array([float(self._correct(self._model))]),
+        }
+
+    def train(self, payload: Payload) -> Report:
+        """Train the next round from a received model; a report that is in the outbox already is given again.
+
+        Raises:
+            SiteFailure: training diverged; nothing was stored for the round.
+        """
+        round_number = payload.round_number + 1
+        digest = tensors_digest(payload.tensors)
+        if (earlier := self.outbox.get(round_number, digest)) is not None:
+            return earlier
+        self._install(payload)
+        received = {name: tensor.to(self._device.kind) for name, tensor in payload.tensors.items()}
+        generator = torch.Generator(self._device.kind)
+        context = Context(self.name, round_number, self._task.rounds, received, generator)
+        tally = train_round(
+            self._model, self.method, self.data.train, context, training=self._training, device=self._device
+        )
+        update = {**self._update(payload), **self.method.describe(self._model, self._batches(self.data.train), context)}
+        report = Report(self.name, round_number, digest, update, {**tally, **self._algebra.measure(update)})
+        self._algebra.check(report)
+        self.vault.keep_local(round_number, self._tensors(self._local))
+        self.outbox.put(report)
+        return report
+
+    def finish(self, best_round: int) -> dict[str, Any]:
+        """Deploy the model of the best round and say how it does on the site's test images.
+
+        Returns:
+            Scores of the deployed model (statistics refreshed on site), and of the same model as it was received.
+        """
+        self._load(self.vault.model(best_round))
+        as_received = self._score(self._model, self.data.test)
+        self._model = self._refreshed()
+        self.vault.promote(self._tensors())
+        return {
+            "n_train": len(self.data.train),
+            "n_val": len(self.data.val),
+            "n_test": len(self.data.test),
+            "scanner": self.data.scanner,
+            **self._score(self._model, self.data.test),
+            "as_received": as_received,
+        }
+
+    def accuracy_on(self, split: Split) -> float | None:
+        """Score the model this site deployed on another site's images: for studies on one machine only."""
+        if not len(split):
+            return None
+        return correct_count(self._model, self.method, split, device=self._device) / len(split)
+
+    def _install(self, payload: Payload) -> None:
+        local = self.vault.local(before=payload.round_number + 1)
+        own = {name: tensor for name, tensor in payload.tensors.items() if name in self._algebra.layout}
+        self._load({**self._start, **local, **own})
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        self._model.load_state_dict(tensors, strict=True)
+
+    def _tensors(self, names: list[str] | None = None) -> dict[str, Tensor]:
+        state = self._model.state_dict()
+        return {
+            name: state[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name in (names if names is not None else state)
+        }
+
+    def _update(self, payload: Payload) -> dict[str, Tensor]:
+        """Trained minus received for what is shared; personal tensors as they are."""
+        layout = self._algebra.layout
+        trained = self._tensors([name for name, spec in layout.items() if spec.scope.leaves])
+        return {
+            name: value if layout[name].scope is Scope.PERSONAL else value - payload.tensors[name]
+            for name, value in trained.items()
+        }
+
+    def _refreshed(self) -> Model:
+        seed = derive(self._training.seed, self.name, "refresh")
+        return refreshed(self._model, self.data.train, device=self._device, seed=seed)
+
+    def _correct(self, model: Model) -> int:
+        return correct_count(model, self.method, self.data.val, device=self._device)
+
+    def _score(self, model: Model, split: Split) -> dict[str, Any]:
+        answers = predict(model, self.method, split, device=self._device)
+        return score(answers.numpy(), split.labels.numpy(), self.data.classes)
+
+    def _batches(self, split: Split) -> Iterator[Batch]:
+        for images, labels in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False):
+            yield Batch(self._device.images(images), labels.to(self._device.kind))

@@ -1,0 +1,200 @@
+"""Local training of one round, and the two label-aware questions about a model: how well, and what does it say."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from crossward.federation.contract import Vector
+from crossward.federation.errors import BadInput, SiteFailure
+from crossward.federation.rules import SAMPLES
+from crossward.federation.seeds import derive
+from crossward.imaging.data import Split, batches
+from crossward.methods.base import Batch, Context, Method, Model
+from crossward.site.devices import Device
+
+LOSS = "train/loss"
+SEEN = "train/seen"
+CORRECT = "train/correct"
+
+EVALUATION_BATCH = 256
+REFRESH_BATCH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a site trains in a round.
+
+    Attributes:
+        epochs: passes over the site's images per round, where ``steps`` is not given.
+        steps: a fixed number of steps per round, the same for a small and a large site.
+        batch_size: images per step.
+        learning_rate: of the first round.
+        schedule: how the learning rate changes from round to round; ``cosine`` ends at a tenth.
+        momentum: of SGD, which starts anew every round.
+        weight_decay: of SGD.
+        clip: largest norm of a step's gradient; none if 0.
+        seed: decides the order of images and what methods draw.
+    """
+
+    epochs: int = 2
+    steps: int = 0
+    batch_size: int = 32
+    learning_rate: float = 0.03
+    schedule: Literal["constant", "cosine"] = "cosine"
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    clip: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} is {getattr(self, name)}, and must be at least 1")
+        for name in ("steps", "learning_rate", "momentum", "weight_decay", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise BadInput(f"{name} is {value}, and must be a number that is not negative")
+        if self.schedule not in ("constant", "cosine"):
+            raise BadInput(f"schedule '{self.schedule}' is neither 'constant' nor 'cosine'")
+
+    def rate(self, round_number: int, rounds: int) -> float:
+        """The learning rate of a round, from 1; it depends on planned rounds only, so resuming does not change it."""
+        if self.schedule == "constant":
+            return self.learning_rate
+        progress = (round_number - 1) / max(1, rounds)
+        return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def train_round(
+    model: Model, method: Method, split: Split, context: Context, *, training: Training, device: Device
+) -> dict[str, Vector]:
+    """Train a model in place for one round.
+
+    Returns:
+        The tally: number of samples, and sums of loss and of correct answers over the images seen.
+
+    Raises:
+        SiteFailure: the loss is not finite any more.
+    """
+    model.train()
+    optimiser = torch.optim.SGD(
+        model.parameters(),
+        lr=training.rate(context.round_number, context.rounds),
+        momentum=training.momentum,
+        weight_decay=training.weight_decay,
+        foreach=True,
+    )
+    scaler = device.scaler()
+    counts = torch.zeros(3, dtype=torch.float64, device=device.kind)
+    for step, batch in enumerate(_steps(split, context, training, device)):
+        context.generator.manual_seed(derive(training.seed, context.site, context.round_number, step))
+        optimiser.zero_grad(set_to_none=True)
+        with device.autocast():
+            trace = model(batch.images)
+            terms = method.terms(model, trace, batch, context)
+            loss = torch.stack([term.float().mean() for term in terms.values()]).sum()
+            penalties = method.penalty(model, context)
+        objective = loss + sum(penalties.values(), start=loss.new_zeros(())) if penalties else loss
+        scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
+        if training.clip:
+            scaler.unscale_(optimiser)
+            nn.utils.clip_grad_norm_(model.parameters(), training.clip, foreach=True)
+        scaler.step(optimiser)
+        scaler.update()
+        with torch.no_grad():
+            size = len(batch.labels)
+            counts += torch.stack(
+                [
+                    objective.detach().double() * size,
+                    (trace.logits.argmax(1) == batch.labels).sum().double(),
+                    counts.new_tensor(size),
+                ]
+            )
+        if device.kind.type == "cpu" and not torch.isfinite(objective):
+            raise _diverged(context, step)
+    if not torch.isfinite(counts).all():
+        raise _diverged(context, None)
+    loss_sum, correct, seen = counts.cpu().numpy()
+    return {
+        SAMPLES: np.array([float(len(split))]),
+        LOSS: np.array([loss_sum]),
+        CORRECT: np.array([correct]),
+        SEEN: np.array([seen]),
+    }
+
+
+def _diverged(context: Context, step: int | None) -> SiteFailure:
+    where = "" if step is None else f" at step {step + 1}"
+    return SiteFailure(
+        site=context.site,
+        round_number=context.round_number,
+        cause=f"the loss is not a finite number any more{where}, so the site's update is not used",
+        remedy="Lower the learning rate, or set a gradient clip (--clip 1.0), and resume",
+    )
+
+
+def _steps(split: Split, context: Context, training: Training, device: Device) -> Iterator[Batch]:
+    """Give the round's batches; whole ones only, unless the site has fewer images than a batch."""
+    size = min(training.batch_size, len(split))
+    epochs = (
+        batches(
+            split,
+            batch_size=size,
+            seed=derive(training.seed, context.site, context.round_number, "order", epoch),
+            drop_last=True,
+        )
+        for epoch in (range(training.epochs) if not training.steps else count())
+    )
+    endless = (Batch(device.images(x), y.to(device.kind, non_blocking=True)) for epoch in epochs for x, y in epoch)
+    return islice(endless, training.steps) if training.steps else endless
+
+
+def refreshed(model: Model, split: Split, *, device: Device, seed: int) -> Model:
+    """Copy a model and estimate its BatchNorm statistics anew from a site's own images, without labels.
+
+    Averaged weights fit nobody's running statistics. One pass with cumulative averages gives the site statistics
+    of the very weights it received. A model without BatchNorm, or a site without images, gets a plain copy.
+    """
+    model = copy.deepcopy(model).eval()
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    if not layers or not len(split):
+        return model
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None
+        layer.train()
+    size = min(REFRESH_BATCH, len(split))
+    with torch.inference_mode(), device.autocast():
+        for images, _ in batches(split, batch_size=size, seed=seed, drop_last=True):
+            model(device.images(images))
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    return model.eval()
+
+
+def predict(model: Model, method: Method, split: Split, *, device: Device) -> Tensor:
+    """Give the probabilities [n,K] of a split's images, in order."""
+    model.eval()
+    answers = []
+    with torch.inference_mode(), device.autocast():
+        for images, _ in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False):
+            answers.append(method.predict(model, device.images(images)).probabilities.float().cpu())
+    return torch.cat(answers) if answers else torch.zeros(0, 0)
+
+
+def correct_count(model: Model, method: Method, split: Split, *, device: Device) -> int:
+    """Count a split's images that the model answers correctly."""
+    if not len(split):
+        return 0
+    return int((predict(model, method, split, device=device).argmax(1) == split.labels).sum())

@@ -1,0 +1,90 @@
+"""The vault: what never leaves a site, and the models that the site may deploy.
+
+``local-RRRR`` holds the local tensors after training in round R; ``model-RRRR`` the whole model as it stood when the
+site received the result of round R. Files are written atomically, and nothing that a retry could need is
+deleted: the local tensors of the round before stay until the next result has arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from torch import Tensor
+
+from crossward.federation.contract import Tensors
+from crossward.federation.errors import StorageFailure
+from crossward.federation.storage import read_tensors, write_tensors
+
+_FORMAT = "crossward.vault/1"
+_NAME = re.compile(r"(local|model)-(\d{4,})\.safetensors")
+
+
+class Vault:
+    """One site's vault for one run.
+
+    Args:
+        folder: made with mode 0700; chosen by the site, never by a job.
+        layout: digest of the model's layout; files of another layout are refused.
+    """
+
+    def __init__(self, folder: Path, *, layout: str) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.chmod(folder, 0o700)
+        except OSError as error:
+            raise StorageFailure(f"the vault {folder} cannot be used: {error.strerror}") from error
+        self._folder = folder
+        self._layout = layout
+
+    def keep_local(self, round_number: int, tensors: Tensors) -> None:
+        """Store the local tensors as they are after training in a round."""
+        self._write(self._path("local", round_number), tensors)
+
+    def local(self, *, before: int) -> dict[str, Tensor]:
+        """The local tensors of the last round that this site trained in before the given one; none at the start."""
+        rounds = [number for number in self._rounds("local") if number < before]
+        return self._read(self._path("local", max(rounds))) if rounds else {}
+
+    def keep_model(self, round_number: int, tensors: Tensors) -> None:
+        """Store the whole model as received after a round."""
+        self._write(self._path("model", round_number), tensors)
+
+    def model(self, round_number: int) -> dict[str, Tensor]:
+        """The whole model as it was received after a round."""
+        return self._read(self._path("model", round_number))
+
+    def has_model(self, round_number: int) -> bool:
+        return self._path("model", round_number).exists()
+
+    def promote(self, tensors: Tensors) -> Path:
+        """Store the model that the site deploys."""
+        path = self._folder / "deployed.safetensors"
+        self._write(path, tensors)
+        return path
+
+    def tidy(self, *, received: int, best: int | None) -> None:
+        """Delete what can no longer be needed, now that the result of round ``received`` is here."""
+        for number in self._rounds("model"):
+            if number not in (received, best):
+                self._path("model", number).unlink(missing_ok=True)
+        trained = [number for number in self._rounds("local") if number <= received]
+        for number in trained[:-2]:
+            self._path("local", number).unlink(missing_ok=True)
+
+    def _path(self, kind: str, round_number: int) -> Path:
+        return self._folder / f"{kind}-{round_number:04d}.safetensors"
+
+    def _rounds(self, kind: str) -> list[int]:
+        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(match[2]) for match in found if match and match[1] == kind)
+
+    def _write(self, path: Path, tensors: Tensors) -> None:
+        write_tensors(path, tensors, {"format": _FORMAT, "layout": self._layout})
+
+    def _read(self, path: Path) -> dict[str, Tensor]:
+        tensors, metadata = read_tensors(path)
+        if metadata.get("format") != _FORMAT or metadata.get("layout") != self._layout:
+            raise StorageFailure(f"{path} was written for another model or version; it is left as it is, and not used")
+        return tensors
