@@ -23,8 +23,8 @@ _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name only when it is complete and on disk.
+def atomic_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name only when it is complete and, if ``durable``, on disk.
 
     Raises:
         StorageFailure: it could not be written; the file that was there before is untouched.
@@ -35,19 +35,25 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("wb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if durable:
+            _sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise StorageFailure(_explain(path, error)) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _explain(path: Path, error: OSError) -> str:
@@ -77,8 +83,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file atomically, streaming one tensor at a time."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, durable: bool = True
+) -> None:
+    """Write a safetensors file atomically, streaming one tensor at a time; scratch files need not be durable."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
@@ -91,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         offset += size
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with atomic_file(path) as stream:
+    with atomic_file(path, durable=durable) as stream:
         stream.write(struct.pack("<Q", len(encoded)))
         stream.write(encoded)
         for tensor in tensors.values():

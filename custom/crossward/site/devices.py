@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+NARROWEST_CHANNELS_LAST = 8
+"""Below this width torch 2.13's CPU convolutions write out of bounds in their channels-last backward pass."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Device:
 
     kind: torch.device
     half: torch.dtype | None
+    memory_format: torch.memory_format = torch.channels_last
 
     @classmethod
     def best(cls) -> Device:
@@ -26,6 +30,18 @@ class Device:
         if not torch.cuda.is_available():
             return cls(torch.device("cpu"), None)
         return cls(torch.device("cuda"), torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
+
+    def take(self, model: nn.Module) -> Device:
+        """Move a model here and give the device with the memory layout that suits it.
+
+        Channels-last is a fifth faster on CPU too, but is left out there for nets narrower than 8 channels.
+        """
+        narrow = any(
+            module.out_channels < NARROWEST_CHANNELS_LAST for module in model.modules() if isinstance(module, nn.Conv2d)
+        )
+        format_ = torch.contiguous_format if narrow and self.kind.type == "cpu" else torch.channels_last
+        model.to(self.kind, memory_format=format_)  # type: ignore[call-overload]
+        return replace(self, memory_format=format_)
 
     def autocast(self) -> AbstractContextManager[object]:
         if self.half is None:
@@ -37,8 +53,8 @@ class Device:
         return torch.amp.GradScaler(self.kind.type, enabled=self.half is torch.float16)
 
     def images(self, images: Tensor) -> Tensor:
-        """Move images to the device, channels last."""
-        return images.to(self.kind, non_blocking=True, memory_format=torch.channels_last)
+        """Move images to the device, in the layout of its model."""
+        return images.to(self.kind, non_blocking=True, memory_format=self.memory_format)
 
     def __str__(self) -> str:
         return f"{self.kind.type}, {'float32' if self.half is None else str(self.half).removeprefix('torch.')}"

@@ -62,9 +62,8 @@ class Participant:
         self.method = method
         self._task = task
         self._training = training
-        self._device = device
         self._model = method.build(task, block=plugs.block, head=plugs.head)
-        self._model.to(device.kind, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._device = device.take(self._model)
         self._algebra = method.algebra(task, self._model)
         self._local = names_in(self._algebra.layout, Scope.LOCAL)
         self._start = self._tensors(self._local)

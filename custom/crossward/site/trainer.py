@@ -105,6 +105,8 @@ def train_round(
             loss = torch.stack([term.float().mean() for term in terms.values()]).sum()
             penalties = method.penalty(model, context)
         objective = loss + sum(penalties.values(), start=loss.new_zeros(())) if penalties else loss
+        if device.kind.type == "cpu" and not torch.isfinite(objective):
+            raise _diverged(context, step)
         scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
         if training.clip:
             scaler.unscale_(optimiser)
@@ -120,8 +122,6 @@ def train_round(
                     counts.new_tensor(size),
                 ]
             )
-        if device.kind.type == "cpu" and not torch.isfinite(objective):
-            raise _diverged(context, step)
     if not torch.isfinite(counts).all():
         raise _diverged(context, None)
     loss_sum, correct, seen = counts.cpu().numpy()

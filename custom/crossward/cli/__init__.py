@@ -1,0 +1,1 @@
+"""The command ``crossward``: one file per command group."""

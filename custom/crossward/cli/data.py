@@ -1,0 +1,50 @@
+"""``crossward data``: make and look at images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from crossward.cli.progress import counting
+from crossward.imaging.phantom import write_hospitals
+from crossward.imaging.sheet import contact_sheet
+
+app = typer.Typer(help="Make and look at images.", no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """Make and look at images."""
+
+
+@app.command("phantom")
+def phantom(
+    out: Annotated[Path, typer.Option(help="Folder to make; must not exist, or be empty.")],
+    sites: Annotated[int, typer.Option(help="Hospitals, each with its own scanner.")] = 4,
+    patients: Annotated[int, typer.Option(help="Made-up patients per hospital.")] = 120,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same files.")] = 0,
+    unseen: Annotated[bool, typer.Option("--unseen", help="Add films of a scanner that no hospital has.")] = False,
+    spoiled: Annotated[bool, typer.Option("--spoiled", help="Add wrong, inverted, blurred and empty films.")] = False,
+    sheet: Annotated[bool, typer.Option("--sheet", help="Also write sheet.png, a contact sheet to look at.")] = False,
+) -> None:
+    """Write made-up hospitals: computer-drawn chest films as real DICOM files, with a labels.csv each.
+
+    Example: crossward data phantom --out phantoms --sites 4 --patients 120 --unseen --spoiled --sheet
+    """
+    console = Console()
+    with counting(Console(stderr=True)) as progress:
+        made = write_hospitals(
+            out, sites=sites, patients=patients, seed=seed, unseen=unseen, spoiled=spoiled, progress=progress
+        )
+    console.print(
+        f"{len(made.hospitals)} phantom hospitals in {out}: {made.patients} made-up patients, {made.files} DICOM "
+        f"files, findings {', '.join(made.classes)}. Computer-drawn: no patient is in them.",
+        soft_wrap=True,
+    )
+    if sheet:
+        path = contact_sheet(out, out / "sheet.png")
+        console.print(f"Contact sheet: {path}", soft_wrap=True)
+    console.print(f"Next: crossward simulate --method fedbn --data {out} --rounds 10 --out runs/first", soft_wrap=True)

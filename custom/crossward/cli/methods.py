@@ -1,0 +1,76 @@
+"""``crossward methods``: what there is, what each shares, and what the server learns."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from crossward.federation.scopes import Scope, layout_digest
+from crossward.methods import Method, Task, available, create, options_of
+
+_EXAMPLE_TASK = Task(classes=("a", "b", "c", "d"), channels=1, size=32, rounds=1, width=1.0)
+
+
+def methods(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
+) -> None:
+    """List the methods with their options, what leaves a site, and the digest that sites compare.
+
+    Figures are for a full-width ResNet-10 on grey images with four classes.
+
+    Example: crossward methods --json
+    """
+    rows = {name: describe(create(name)) for name in available()}
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(title="Methods (ResNet-10, 4 classes)", title_justify="left", expand=False)
+    for heading in ("method", "what it is", "sent", "stays local", "normalisation", "options"):
+        table.add_column(heading, overflow="fold")
+    for name, row in rows.items():
+        options = ", ".join(f"{key}={value['default']}" for key, value in row["options"].items()) or "-"
+        table.add_row(
+            name,
+            row["title"],
+            _millions(row["values_sent"]),
+            _millions(row["values"]["local"]),
+            row["normalisation"],
+            options,
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "In the open, the server sees each site's update and counts. Secure aggregation is not part of this version.",
+        style="dim",
+    )
+
+
+def describe(method: Method) -> dict[str, Any]:
+    """Describe a method from the model it builds."""
+    model = method.build(_EXAMPLE_TASK)
+    algebra = method.algebra(_EXAMPLE_TASK, model)
+    values = {
+        scope.value: sum(spec.numel for spec in algebra.layout.values() if spec.scope is scope) for scope in Scope
+    }
+    return {
+        "title": method.title,
+        "normalisation": method.normalisation,
+        "needs": algebra.needs,
+        "options": {
+            key: {"type": kind, "default": default} for key, (kind, default) in options_of(type(method)).items()
+        },
+        "values": values,
+        "values_sent": sum(spec.numel for spec in algebra.sent.values()),
+        "server_learns": ["each site's update of every shared tensor", "counts, losses"]
+        if algebra.sent
+        else ["counts, losses"],
+        "digest": layout_digest(algebra.layout),
+    }
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.2f} M" if count >= 10_000 else str(count)

@@ -1,0 +1,1 @@
+"""What a run was worth: metrics, the facts kept in `result.json`, the console table and the report."""

@@ -1,0 +1,1 @@
+"""DICOM in, tensors out: reading, patient-disjoint splits, cohorts of sites, phantoms."""

@@ -1,0 +1,302 @@
+"""The images of all sites as tensors, checked before a round is spent on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+
+from crossward.federation.errors import BadInput
+from crossward.imaging import folder, pack
+from crossward.imaging.splits import TEST, TRAIN, VAL, Listing, Progress, keep_patients
+
+SMALLEST_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Split:
+    """The images of one part of a site.
+
+    Attributes:
+        images: float32 [n,c,h,w], normalised to (x - 0.5) / 0.25.
+        labels: int64 [n], index into the cohort's classes.
+        patients: the patient (or group of images) each image belongs to.
+        ids: what names the image within its site.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    patients: tuple[str, ...]
+    ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """One site; no patient is in two of its splits."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    val: Split
+    test: Split
+    scanner: str
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """All sites, with the same classes, image size and number of channels.
+
+    Attributes:
+        sites: by name, in alphabetical order.
+        classes: label names; a label is an index into them.
+        kind: what the folder was found to be.
+        channels: 1 (grey) or 3 (colour).
+        size: height and width in pixels.
+        phantom: whether the images are made up.
+        source: the folder that was read, as it was given.
+        warnings: what would have been refused without `lenient`, and what is worth knowing; one line each.
+    """
+
+    sites: dict[str, SiteData]
+    classes: tuple[str, ...]
+    kind: Literal["dicom hospitals", "pack"]
+    channels: int
+    size: int
+    phantom: bool
+    source: str
+    warnings: tuple[str, ...]
+
+
+def load(
+    path: Path,
+    *,
+    size: int = 32,
+    classes: Sequence[str] | None = None,
+    sites: Sequence[str] | None = None,
+    seed: int = 0,
+    fraction: float = 1.0,
+    lenient: bool = False,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> Cohort:
+    """Reads a folder of hospitals or a pack. Lists and labels are checked before the first picture is read.
+
+    Args:
+        path: a folder with one sub-folder of DICOM per hospital, one such hospital, or one .npz file per site.
+        size: height and width of the images.
+        classes: the labels to keep, in this order; all of them when not given.
+        sites: the sites to keep; all of them when not given.
+        seed: decides which patients are in which split, and which are kept by `fraction`.
+        fraction: the part of the training patients to keep; validation and test stay whole.
+        lenient: warn about sites that can hardly be trained on instead of refusing them.
+        batch_size: a site needs at least so many training images.
+        progress: called as progress(site, images read, images to read).
+
+    Raises:
+        BadInput: with what is wrong, where, and what to do.
+    """
+    _check_options(size=size, fraction=fraction, batch_size=batch_size)
+    kind = _kind(path)
+    listings = (
+        folder.listings(path, sites=sites, seed=seed) if kind == "dicom hospitals" else pack.listings(path, sites=sites)
+    )
+    chosen = _chosen_classes(listings, classes, declared=kind == "pack")
+    warnings = _absent_classes(listings, chosen)
+    rows = {}
+    for listing in listings:
+        kept = _kept_rows(listing, chosen, seed=seed, fraction=fraction)
+        warnings += _check_site(listing, kept, lenient=lenient, batch_size=batch_size)
+        rows[listing.site] = kept
+    pictures = {listing.site: listing.read(rows[listing.site], size=size, progress=progress) for listing in listings}
+    channels = max(images.shape[1] for images, _ in pictures.values())
+    return Cohort(
+        sites={
+            listing.site: _site_data(listing, rows[listing.site], *pictures.pop(listing.site), chosen, channels)
+            for listing in listings
+        },
+        classes=chosen,
+        kind=kind,
+        channels=channels,
+        size=size,
+        phantom=kind == "dicom hospitals" and folder.is_phantom(path),
+        source=str(path),
+        warnings=tuple(warnings),
+    )
+
+
+def batches(
+    split: Split, *, batch_size: int, seed: int | None, drop_last: bool
+) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
+    """Gives (images, labels) batch by batch; shuffled by the seed, or in the stored order when there is none.
+
+    A batch is fetched by one indexing operation on the cached tensor; nothing is collated image by image. Each pass
+    over the loader shuffles anew. The global random state is not touched.
+    """
+    cached = _Cached(split)
+    # A loader draws a number even when nothing is shuffled; without a generator of its own, from the global state.
+    generator = torch.Generator().manual_seed(seed or 0)
+    order: Sampler[int] = SequentialSampler(cached) if seed is None else RandomSampler(cached, generator=generator)
+    return DataLoader(
+        cached,
+        batch_size=None,
+        sampler=BatchSampler(order, batch_size=batch_size, drop_last=drop_last),
+        generator=generator,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+class _Cached(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        where = torch.tensor(rows)
+        return self.split.images[where], self.split.labels[where]
+
+
+def _check_options(*, size: int, fraction: float, batch_size: int) -> None:
+    if size < SMALLEST_SIZE:
+        raise BadInput(f"images of {size} pixels are too small to learn from; choose a size of {SMALLEST_SIZE} or more")
+    if not 0 < fraction <= 1:
+        raise BadInput(f"a fraction of {fraction} of the training patients cannot be kept; choose one in (0, 1]")
+    if batch_size < 1:
+        raise BadInput(f"a batch of {batch_size} images cannot be trained on; choose a batch size of 1 or more")
+
+
+def _kind(path: Path) -> Literal["dicom hospitals", "pack"]:
+    if not path.exists():
+        raise BadInput(f"{path}: no such folder; check the path")
+    if not path.is_dir():
+        raise BadInput(f"{path}: a file, not a folder; give the folder of hospitals or the pack that holds it")
+    try:
+        packed, labelled, folders = pack.is_pack(path), folder.has_labels(path), folder.hospitals(path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror}); check the folder's permissions") from None
+    if packed and labelled:
+        raise BadInput(f"{path}: has both hospitals and .npz files; keep them in separate folders")
+    if not packed and not folders:
+        raise BadInput(
+            f"{path}: neither a folder of hospitals (sub-folders with labels.csv and DICOM images) nor a pack "
+            "(one .npz file per site); check the path"
+        )
+    return "pack" if packed else "dicom hospitals"
+
+
+def _chosen_classes(listings: list[Listing], wanted: Sequence[str] | None, *, declared: bool) -> tuple[str, ...]:
+    """The classes asked for; otherwise all that have images, in the pack's order where it declares one."""
+    known = list(dict.fromkeys(name for listing in listings for name in listing.classes))
+    if not declared:
+        known.sort()
+    if wanted is None:
+        present = {label for listing in listings for label in listing.labels}
+        _refuse_lonely_labels(listings)
+        chosen = tuple(name for name in known if name in present)
+    else:
+        chosen = tuple(wanted)
+        # One hospital alone may lack a class that its partners have; several together, or a pack, know them all.
+        unknown = [name for name in chosen if name not in known]
+        if unknown and (declared or len(listings) > 1):
+            raise BadInput(f"no site has a class named {', '.join(unknown)}; choose from {', '.join(known)}")
+        if len(set(chosen)) < len(chosen):
+            raise BadInput(f"classes {', '.join(chosen)}: one is named twice; name each class once")
+    if len(chosen) < 2:
+        raise BadInput(
+            f"only one class ({', '.join(chosen) or 'none'}): there is nothing to tell apart; give two or more"
+        )
+    return chosen
+
+
+def _refuse_lonely_labels(listings: list[Listing]) -> None:
+    if len(listings) == 1:
+        return
+    for listing in listings:
+        elsewhere = {label for other in listings if other is not listing for label in other.labels}
+        for label in dict.fromkeys(listing.labels):
+            if label not in elsewhere:
+                raise BadInput(
+                    f"{listing.site}: {listing.labels.count(label)} image(s) have the label '{label}', which no other "
+                    "site has; correct labels.csv, or choose the classes with --classes"
+                )
+
+
+def _absent_classes(listings: list[Listing], chosen: tuple[str, ...]) -> list[str]:
+    present = {label for listing in listings for label in listing.labels}
+    return [f"no image has the class '{name}'" for name in chosen if name not in present]
+
+
+def _kept_rows(listing: Listing, chosen: tuple[str, ...], *, seed: int, fraction: float) -> NDArray[np.intp]:
+    """Rows with a chosen class; of the training patients only the fraction asked for."""
+    code = {name: index for index, name in enumerate(chosen)}
+    rows = np.array([row for row, label in enumerate(listing.labels) if label in code], dtype=np.intp)
+    if fraction == 1:
+        return rows
+    training = listing.parts[rows] == TRAIN
+    candidates = rows[training]
+    kept = keep_patients(
+        [listing.patients[row] for row in candidates],
+        [code[listing.labels[row]] for row in candidates],
+        seed=seed,
+        fraction=fraction,
+    )
+    return np.sort(np.concatenate([candidates[kept], rows[~training]]))
+
+
+def _check_site(listing: Listing, rows: NDArray[np.intp], *, lenient: bool, batch_size: int) -> list[str]:
+    """Refuses a site that cannot be trained on or tested; what `lenient` allows comes back as warnings."""
+    counts = np.bincount(listing.parts[rows], minlength=3)
+    site = listing.site
+    for part, name in ((TRAIN, "training"), (TEST, "test")):
+        if counts[part] == 0:
+            raise BadInput(f"{site}: no {name} images; add patients or leave the site out with --sites")
+    in_training = {listing.labels[row] for row in rows if listing.parts[row] == TRAIN}
+    doubts = []
+    remedy = "leave the site out with --sites, or go on with --lenient"
+    if len(in_training) == 1:
+        doubts.append(f"{site}: all training images have the one label '{in_training.pop()}'")
+    if counts[TRAIN] < batch_size:
+        doubts.append(f"{site}: {counts[TRAIN]} training images are fewer than a batch of {batch_size}")
+        remedy = f"use a smaller --batch-size, {remedy}"
+    if doubts and not lenient:
+        raise BadInput(f"{'; '.join(doubts)}; {remedy}")
+    if counts[VAL] == 0:
+        doubts.append(f"{site}: no validation images, so the best round cannot be chosen on this site")
+    return doubts
+
+
+def _site_data(
+    listing: Listing,
+    rows: NDArray[np.intp],
+    images: torch.Tensor,
+    scanner: str,
+    classes: tuple[str, ...],
+    channels: int,
+) -> SiteData:
+    code = {name: index for index, name in enumerate(classes)}
+    labels = torch.tensor([code[listing.labels[row]] for row in rows], dtype=torch.int64)
+
+    def part(number: int) -> Split:
+        where = np.flatnonzero(listing.parts[rows] == number)
+        # Grey becomes colour by three equal channels; the other way would throw something away.
+        pixels = images[torch.from_numpy(where)].expand(-1, channels, -1, -1)
+        return Split(
+            images=((pixels - 0.5) / 0.25).contiguous(),
+            labels=labels[torch.from_numpy(where)],
+            patients=tuple(listing.patients[row] for row in rows[where]),
+            ids=tuple(listing.ids[row] for row in rows[where]),
+        )
+
+    return SiteData(
+        name=listing.site, classes=classes, train=part(TRAIN), val=part(VAL), test=part(TEST), scanner=scanner
+    )

@@ -1,0 +1,178 @@
+"""A folder of hospitals: one sub-folder each, with DICOM images and a labels.csv that lists them.
+
+Images keep their shape: the longer side is brought to the size asked for (each new pixel the mean of those it
+covers), and the shorter one is filled up with dark on both sides. Nothing of a scan is cut off.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from crossward.federation.errors import BadInput
+from crossward.imaging.read import Film, read_image
+from crossward.imaging.splits import Listing, Progress, choose_sites, split_patients
+
+LABELS = "labels.csv"
+COLUMNS = ("file", "patient", "label")
+# Scans to try a trained model on, kept beside the hospitals; never trained on.
+HELD_OUT = "held-out"
+PHANTOM_NOTE = "PHANTOMS.txt"
+
+
+def hospitals(path: Path) -> dict[str, Path]:
+    """The folder itself where it has labels, otherwise its sub-folders, by name."""
+    if (path / LABELS).is_file():
+        return {path.absolute().name: path}
+    return {
+        entry.name: entry
+        for entry in sorted(path.iterdir())
+        if entry.is_dir() and entry.name != HELD_OUT and not entry.name.startswith(".")
+    }
+
+
+def has_labels(path: Path) -> bool:
+    """Whether any hospital here has labels."""
+    return any((hospital / LABELS).is_file() for hospital in hospitals(path).values())
+
+
+def is_phantom(path: Path) -> bool:
+    """Whether the folder, or one or two above it (a single hospital, a held-out set), says its images are made up."""
+    return any((place / PHANTOM_NOTE).is_file() for place in (path, *path.absolute().parents[:2]))
+
+
+def listings(path: Path, *, sites: Sequence[str] | None, seed: int) -> list[Listing]:
+    """Reads and checks every labels.csv, and splits each hospital's patients; no image is opened."""
+    found = hospitals(path)
+    return [_listing(name, found[name], seed=seed) for name in choose_sites(found, sites)]
+
+
+def _listing(site: str, hospital: Path, *, seed: int) -> Listing:
+    rows = _read_labels(site, hospital / LABELS)
+    files: dict[Path, str] = {}
+    for line, row in rows:
+        file = _find(site, hospital, row["file"], line)
+        if file in files:
+            raise BadInput(f"{site}: {LABELS} line {line} names {file.name} a second time; keep one line per file")
+        files[file] = row["file"]
+    labels = tuple(row["label"] for _, row in rows)
+    patients = tuple(row["patient"] for _, row in rows)
+    classes = tuple(sorted(set(labels)))
+    return Listing(
+        site=site,
+        classes=classes,
+        labels=labels,
+        patients=patients,
+        ids=tuple(files.values()),
+        parts=split_patients(patients, [classes.index(label) for label in labels], seed=seed),
+        read=partial(_read_pictures, site, tuple(files)),
+    )
+
+
+def _read_labels(site: str, path: Path) -> list[tuple[int, dict[str, str]]]:
+    """The lines of a labels.csv with their numbers, every one complete."""
+    if not path.is_file():
+        raise BadInput(
+            f"{site}: has no {LABELS}; add one (columns {', '.join(COLUMNS)}), or leave the site out with --sites"
+        )
+    try:
+        # Spreadsheet programs put a byte order mark in front.
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            table = csv.DictReader(lines, skipinitialspace=True)
+            header = [name.strip() for name in table.fieldnames or ()]
+            missing = [name for name in COLUMNS if name not in header]
+            if missing:
+                raise BadInput(
+                    f"{site}: {LABELS} lacks the column(s) {', '.join(missing)}; its first line must name "
+                    f"{', '.join(COLUMNS)}, separated by commas"
+                )
+            table.fieldnames = header
+            rows = [(table.line_num, {name: (row[name] or "").strip() for name in COLUMNS}) for row in table]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{site}: {LABELS} cannot be read ({type(error).__name__}); save it as UTF-8 CSV") from None
+    for line, row in rows:
+        empty = [name for name in COLUMNS if not row[name]]
+        if empty:
+            raise BadInput(f"{site}: {LABELS} line {line} has no {', '.join(empty)}; fill it in or delete the line")
+    if not rows:
+        raise BadInput(f"{site}: {LABELS} lists no images; add them, or leave the site out with --sites")
+    return rows
+
+
+def _find(site: str, hospital: Path, name: str, line: int) -> Path:
+    """The file that a line names, in the hospital's folder or in its images folder."""
+    relative = PurePosixPath(name.replace("\\", "/"))
+    if relative.is_absolute() or ".." in relative.parts:
+        raise BadInput(
+            f"{site}: {LABELS} line {line} names a file outside the hospital's folder; move the file into it"
+        )
+    for folder in (hospital, hospital / "images"):
+        if (folder / relative).is_file():
+            return folder / relative
+    raise BadInput(
+        f"{site}: {LABELS} line {line} names {relative.name}, which is not there; add the file or delete the line"
+    )
+
+
+def _read_pictures(
+    site: str, files: tuple[Path, ...], rows: NDArray[np.intp], *, size: int, progress: Progress | None
+) -> tuple[torch.Tensor, str]:
+    fit = _fit_square(size)
+
+    def picture(row: int) -> tuple[torch.Tensor, str]:
+        try:
+            film = read_image(files[row])
+            _check_shape(files[row], film, size)
+        except BadInput as error:
+            raise BadInput(f"{site}: {error}") from None
+        return fit(film), film.scanner
+
+    pictures: list[torch.Tensor] = []
+    scanners: set[str] = set()
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        # When one file is refused, map() cancels those that have not begun.
+        for image, scanner in pool.map(picture, rows.tolist()):
+            pictures.append(image)
+            scanners.add(scanner)
+            if progress is not None:
+                progress(site, len(pictures), len(rows))
+    channels = max(len(image) for image in pictures)
+    return torch.stack([image.expand(channels, -1, -1) for image in pictures]), ", ".join(sorted(scanners))
+
+
+def _check_shape(file: Path, film: Film, size: int) -> None:
+    height, width = film.pixels.shape[:2]
+    if max(height, width) > size * min(height, width):
+        raise BadInput(f"{file.name}: {height} x {width} pixels is too narrow for a picture; take it out of the list")
+
+
+def _fit_square(size: int) -> Callable[[Film], torch.Tensor]:
+    """A film to a [c, size, size] tensor: shrunk by area, enlarged smoothly, its shape kept by dark margins."""
+    # Takes seconds to import, and packs do without it.
+    from monai.transforms import Compose, EnsureChannelFirst, EnsureType, Resize, SpatialPad
+
+    def pipeline(mode: str) -> Compose:
+        return Compose(
+            [
+                EnsureChannelFirst(channel_dim=-1),
+                Resize(spatial_size=size, size_mode="longest", mode=mode),
+                SpatialPad(spatial_size=(size, size)),
+                EnsureType(dtype=torch.float32, track_meta=False),
+            ]
+        )
+
+    shrink, enlarge = pipeline("area"), pipeline("bilinear")
+
+    def fit(film: Film) -> torch.Tensor:
+        picture: torch.Tensor = (shrink if max(film.pixels.shape[:2]) >= size else enlarge)(np.atleast_3d(film.pixels))
+        return picture
+
+    return fit
