@@ -52,7 +52,8 @@ def main() -> None:
         console.print(
             "[yellow]stopped.[/] What was finished is kept: the same command with --resume goes on with a run."
         )
-        sys.exit(INTERRUPTED)
+        # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
+        os._exit(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

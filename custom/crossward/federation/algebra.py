@@ -28,7 +28,7 @@ from crossward.federation.contract import (
     Vector,
 )
 from crossward.federation.errors import PrivacyRefusal
-from crossward.federation.rules import Rule
+from crossward.federation.rules import SAMPLES, Rule
 from crossward.federation.scopes import Layout, Scope, TensorSpec
 
 _STRENGTH: dict[Needs, int] = {"nothing": 0, "totals": 1, "gram": 2}
@@ -67,12 +67,17 @@ class Algebra:
                 )
             self._declare(name, spec, group=spec.scope.value, rule=rules[spec.scope])
         for name, extra in extras.items():
-            if name in layout:
-                raise PrivacyRefusal(f"extra '{name}' has the name of a tensor of the model")
+            if name in layout or name in set(Scope):
+                raise PrivacyRefusal(f"extra '{name}' has the name of a tensor of the model, or of a scope")
             self._declare(name, TensorSpec(Scope.SHARED, extra.shape), group=name, rule=extra.rule)
         self.needs: Needs = max(
             (rule.needs for rule in self._rules.values()), key=_STRENGTH.__getitem__, default="nothing"
         )
+
+    @property
+    def streams(self) -> bool:
+        """Whether a contribution can be added as it arrives: nothing to wait for, and one slot for all."""
+        return self.needs == "nothing" and all(spec.scope is not Scope.PERSONAL for spec in self.sent.values())
 
     def _declare(self, name: str, spec: TensorSpec, *, group: str, rule: Rule) -> None:
         self.sent[name] = spec
@@ -102,7 +107,8 @@ class Algebra:
         """Refuse a report that is not exactly what was declared.
 
         Raises:
-            PrivacyRefusal: an undeclared, missing, misshapen or non-finite tensor, or a tally that is not finite.
+            PrivacyRefusal: an undeclared, missing, misshapen or non-finite tensor, one that is not float32, a tally
+                that is not finite, or a sample count that is none.
         """
         undeclared = sorted(set(report.update) - set(self.sent))
         missing = sorted(set(self.sent) - set(report.update))
@@ -112,6 +118,8 @@ class Algebra:
         if missing:
             raise PrivacyRefusal(f"{place}: the report lacks '{missing[0]}'")
         for name, tensor in report.update.items():
+            if tensor.dtype != torch.float32:
+                raise PrivacyRefusal(f"{place}: '{name}' is {tensor.dtype}, and only float32 may leave a site")
             if tuple(tensor.shape) != self.sent[name].shape:
                 raise PrivacyRefusal(
                     f"{place}: '{name}' has shape {tuple(tensor.shape)} and {self.sent[name].shape} was declared"
@@ -121,6 +129,9 @@ class Algebra:
         for key, value in report.tally.items():
             if not np.isfinite(value).all():
                 raise PrivacyRefusal(f"{place}: tally '{key}' is not finite; the report is not used")
+        samples = report.tally.get(SAMPLES)
+        if samples is None or samples.shape != (1,) or samples[0] < 0:
+            raise PrivacyRefusal(f"{place}: the report does not say how many samples it stands for")
 
     def plan(self, round_number: int, cohort: Sequence[str], totals: Tally, gram: Mapping[str, Vector]) -> Plan:
         """Let every rule plan from its part of the totals and of the Gram matrices."""

@@ -2,12 +2,14 @@
 
 Contributions are added as they arrive where the plan needs nothing; otherwise reports are spooled to disk and
 read back block by block, so that memory does not grow with the number of sites. Sums are kept in float64 and
-rounded once, so they do not depend on the order of arrival.
+rounded once, so the order of arrival does not show beyond float64's own rounding.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,8 +92,8 @@ class Spooled:
 
 
 def spool(folder: Path, report: Report) -> Spooled:
-    """Put a report's tensors on disk and keep only the rest of it."""
-    path = folder / f"{report.site}.safetensors"
+    """Put a report's tensors on disk and keep only the rest of it; a second one does not touch the first."""
+    path = folder / f"{report.site}-{secrets.token_hex(8)}.safetensors"
     write_tensors(path, {name: tensor.float() for name, tensor in report.update.items()}, {}, durable=False)
     return Spooled(replace(report, update={}), path)
 
@@ -101,8 +103,8 @@ def combine_spooled(
 ) -> tuple[State, Plan]:
     """Plan and combine reports that lie on disk, block by block."""
     cohort = [entry.report.site for entry in spooled]
-    files = [TensorFile(entry.path) for entry in spooled]
-    try:
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(entry.path)) for entry in spooled]
         totals = total(entry.report.tally for entry in spooled)
         gram = {key: cosines(files, names, algebra) for key, names in algebra.blocks().items()}
         plan = algebra.plan(round_number, cohort, totals, gram)
@@ -114,9 +116,6 @@ def combine_spooled(
                 sums.add(algebra.contribute(part, plan, me))
             advance(algebra, state, sums, plan, after)
         return after, plan
-    finally:
-        for file in files:
-            file.close()
 
 
 def batches_of_names(algebra: Algebra) -> Iterator[list[str]]:

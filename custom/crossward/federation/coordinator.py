@@ -18,7 +18,7 @@ import numpy as np
 
 from crossward.federation.algebra import Algebra, total
 from crossward.federation.combine import Spooled, Sums, advance, combine_spooled, next_state, spool
-from crossward.federation.contract import ALL, Payload, Plan, Report, State, Tally
+from crossward.federation.contract import ALL, Payload, Report, State, Tally
 from crossward.federation.errors import BadInput, RunFailure, StorageFailure
 from crossward.federation.scopes import layout_digest, tensors_digest
 from crossward.federation.seeds import derive
@@ -60,6 +60,10 @@ class Coordinator:
         for site in sites:
             if not _SITE_NAME.fullmatch(site):
                 raise BadInput(f"'{site}' cannot name a site: use letters, digits, '.', '_' and '-', 64 at most")
+        if not sites or len(set(sites)) < len(sites):
+            raise BadInput("a run needs at least one site, and every site once")
+        if quorum is not None and quorum < 1:
+            raise BadInput(f"a quorum of {quorum} is not at least 1")
         if not 0 < participation <= 1:
             raise BadInput(f"participation {participation} is not above 0 and at most 1")
         self.algebra = algebra
@@ -96,7 +100,8 @@ class Coordinator:
     def _begin(self) -> None:
         self._round = self.state.round_number + 1
         self._invited = self.cohort(self._round)
-        self._plan = Plan(self._round, self._invited)
+        self._plan = self.algebra.plan(self._round, self._invited, {}, {}) if self.algebra.streams else None
+        self._combined: State | None = None
         self._digests: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
         self._sums = Sums()
@@ -111,22 +116,25 @@ class Coordinator:
         """
         self.algebra.check(report)
         place = f"{report.site}, round {report.round_number}"
-        if report.round_number != self._round or report.site not in self._invited:
-            raise RunFailure(f"{place}: the open round is {self._round} and expects {', '.join(self._invited)}")
+        self._expect(report, place)
         if report.model != self._digest(report.site):
             raise RunFailure(f"{place}: the report was trained from another model than the one sent in this run")
+        entry = spool(self._spool_folder, report) if self._plan is None else None
         with self._lock:
+            self._expect(report, place)
             if report.site in self._tallies:
                 raise RunFailure(f"{place}: the site has reported already")
-            self._tallies[report.site] = report.tally
-        if self.algebra.needs == "nothing":
-            contribution = self.algebra.contribute(report, self._plan, self._invited.index(report.site))
-            with self._lock:
-                self._sums.add(contribution)
-        else:
-            entry = spool(self._spool_folder, report)
-            with self._lock:
+            if self._combined is not None:
+                raise RunFailure(f"{place}: the round is being closed")
+            if self._plan is not None:
+                self._sums.add(self.algebra.contribute(report, self._plan, self._invited.index(report.site)))
+            if entry is not None:
                 self._spooled[report.site] = entry
+            self._tallies[report.site] = report.tally
+
+    def _expect(self, report: Report, place: str) -> None:
+        if report.round_number != self._round or report.site not in self._invited:
+            raise RunFailure(f"{place}: the open round is {self._round} and expects {', '.join(self._invited)}")
 
     def _digest(self, site: str) -> str:
         key = site if site in self.state.personal else ALL
@@ -151,7 +159,8 @@ class Coordinator:
 
         Raises:
             RunFailure: fewer reports than the quorum; the round is not aggregated and stays open.
-            StorageFailure: the checkpoint could not be written; the run stays at the round before.
+            StorageFailure: the checkpoint could not be written; the run stays at the round before, and the round
+                can be closed again when there is room.
         """
         if len(self.reported) < self.quorum:
             missing = ", ".join(site for site in self._invited if site not in self._tallies)
@@ -159,17 +168,25 @@ class Coordinator:
                 f"round {self._round} has {len(self.reported)} of {self.quorum} reports it needs (missing: {missing}): "
                 f"not aggregated, the model stays at round {self.state.round_number}"
             )
-        if self.algebra.needs == "nothing":
-            after = next_state(self.state, self._round)
-            advance(self.algebra, self.state, self._sums, self._plan, after)
-        else:
-            spooled = [self._spooled[site] for site in self.reported]
-            after, _ = combine_spooled(self.algebra, self.state, spooled, self._round)
+        with self._lock:
+            if self._combined is None:
+                self._combined = self._combine()
+        after = self._combined
         history = [*self.history, dict(record)]
         self._write_checkpoint(after, history)
         shutil.rmtree(self._folder / "spool", ignore_errors=True)
-        self.state, self.history = after, history
-        self._begin()
+        with self._lock:
+            self.state, self.history = after, history
+            self._begin()
+        return after
+
+    def _combine(self) -> State:
+        if self._plan is None:
+            spooled = [self._spooled[site] for site in self.reported]
+            after, _ = combine_spooled(self.algebra, self.state, spooled, self._round)
+            return after
+        after = next_state(self.state, self._round)
+        advance(self.algebra, self.state, self._sums, self._plan, after)
         return after
 
     def totals(self) -> dict[str, Any]:
@@ -183,6 +200,8 @@ class Coordinator:
         if not count or not self.state.round_number:
             return None
         score = float(sums[VALIDATION_CORRECT].item()) / count
+        if not math.isfinite(score):
+            raise RunFailure(f"round {self.state.round_number}: the sites' validation counts are not finite numbers")
         self.scores[self.state.round_number] = score
         self.best_round = max(self.scores, key=lambda number: (self.scores[number], -number))
         return score
@@ -195,7 +214,7 @@ class Coordinator:
             "format": _CHECKPOINT_FORMAT,
             "layout": layout_digest(self.algebra.sent),
             "round": str(state.round_number),
-            "scores": json.dumps(self.scores),
+            "scores": json.dumps(self.scores, allow_nan=False),
             "history": json.dumps(history, allow_nan=False),
         }
         write_tensors(self.checkpoint_path, tensors, metadata)

@@ -47,7 +47,11 @@ class Rule(ABC):
         """Say with which coefficient site ``cohort[me]`` adds its tensor ``name`` to which slots."""
 
     def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
-        """Make the next value from the current one and the sums; the default adds the weighted mean update."""
+        """Make the next value from the current one and the sums.
+
+        The default adds the weighted mean, which suits updates. Personal tensors and extras are reported as they are,
+        not as differences: their rules override this.
+        """
         del name, plan
         return (current.double() + divide(summed)).to(current.dtype)
 

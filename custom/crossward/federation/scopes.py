@@ -95,8 +95,9 @@ def _walk(
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer, scopes[1] if scopes else None
-    for name, child in module.named_children():
-        yield from _walk(child, prefix=f"{prefix}{name}.", inherited=scopes)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, prefix=f"{prefix}{name}.", inherited=scopes)
 
 
 def names_in(layout: Layout, *scopes: Scope) -> list[str]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from crossward.federation.errors import StorageFailure
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8"}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_CHECKSUM = "sha256"
 
 
 @contextmanager
@@ -41,11 +44,17 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         if durable:
             _sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
         raise StorageFailure(_explain(path, error)) from error
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
         raise
+
+
+def _discard(temporary: Path) -> None:
+    """Remove a half-written file; where even that fails, the error that led here matters more."""
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -86,8 +95,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, durable: bool = True
 ) -> None:
-    """Write a safetensors file atomically, streaming one tensor at a time; scratch files need not be durable."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    """Write a safetensors file atomically, one tensor at a time.
+
+    Args:
+        path: of the file.
+        tensors: float32, float64, int64 or uint8.
+        metadata: kept in the header.
+        durable: put it on disk and add a checksum of the values; scratch files need neither.
+    """
+    header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
@@ -97,57 +113,108 @@ def write_tensors(
             "data_offsets": [offset, offset + size],
         }
         offset += size
-    encoded = json.dumps(header, separators=(",", ":")).encode()
+    checksum = {_CHECKSUM: _checksum(tensors)} if durable else {}
+    encoded = json.dumps({"__metadata__": {**metadata, **checksum}, **header}, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with atomic_file(path, durable=durable) as stream:
         stream.write(struct.pack("<Q", len(encoded)))
         stream.write(encoded)
         for tensor in tensors.values():
-            stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            stream.write(_bytes_of(tensor))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a whole safetensors file: its tensors and its metadata."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise StorageFailure(f"could not read {path}: {error}") from error
+    """Read a whole safetensors file: its tensors and its metadata.
+
+    Raises:
+        StorageFailure: it is not there, is not such a file, or its values are not those that were written.
+    """
+    with TensorFile(path) as file:
+        tensors = {name: file.read(name) for name in file.names}
+    if file.checksum is not None and file.checksum != _checksum(tensors):
+        raise StorageFailure(f"{path} is damaged: its values are not those that were written")
+    return tensors, file.metadata
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
 
 
 class TensorFile:
     """A safetensors file read range by range, so that a large one never has to be in memory.
 
-    Reads go through a plain file descriptor rather than a memory map: mapped pages would count as this
-    process's memory, and the combiner reads every site's file once per block.
+    Reads go through a plain file descriptor rather than a memory map: mapped pages would count as this process's
+    memory, and a mapped file that is cut short kills the process.
+
+    Raises:
+        StorageFailure: there is no such file, or it is not a whole safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StorageFailure(f"could not read {path}: {error.strerror}") from error
+        try:
+            header, self._start = self._read_header()
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.checksum: str | None = self.metadata.pop(_CHECKSUM, None)
+            self._entries: dict[str, dict[str, Any]] = header
+            self._check_header()
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, OSError) as error:
+            self.close()
+            raise StorageFailure(f"could not read {path}: it is damaged, or not a file of tensors") from error
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
-        header = json.loads(os.pread(self._descriptor, length, 8))
-        self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        self._entries: dict[str, dict[str, Any]] = header
-        self._start = 8 + length
+        if length > os.fstat(self._descriptor).st_size:
+            raise ValueError("the header is longer than the file")
+        return dict(json.loads(os.pread(self._descriptor, length, 8))), 8 + length
+
+    def _check_header(self) -> None:
+        """Hold every entry against the size of the file: tensors follow one another and fill it exactly."""
+        position = 0
+        for entry in self._entries.values():
+            begin, end = entry["data_offsets"]
+            size = math.prod(entry["shape"]) * _TORCH_DTYPES[entry["dtype"]].itemsize
+            if begin != position or end != begin + size:
+                raise ValueError("an entry does not match its place")
+            position = end
+        if self._start + position != os.fstat(self._descriptor).st_size:
+            raise ValueError("the file is shorter or longer than its header says")
 
     def read(self, name: str) -> Tensor:
         """Read one tensor whole."""
         entry = self._entries[name]
-        values = torch.empty(entry["shape"], dtype=torch.float32)
-        self.read_range(name, 0, values.view(-1).numpy())
-        return values
+        tensor = torch.empty(entry["shape"], dtype=_TORCH_DTYPES[entry["dtype"]])
+        self._fill(name, entry["data_offsets"][0], _bytes_of(tensor))
+        return tensor
 
     def read_range(self, name: str, first: int, into: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """Fill ``into`` with the flattened values of a float32 tensor, from index ``first`` on."""
         entry = self._entries[name]
         if entry["dtype"] != "F32":
             raise StorageFailure(f"tensor '{name}' is {entry['dtype']}, and only F32 can be combined")
-        position = self._start + entry["data_offsets"][0] + 4 * first
-        wanted = into.data.cast("B")
+        self._fill(name, entry["data_offsets"][0] + 4 * first, into.data.cast("B"))
+
+    def _fill(self, name: str, offset: int, wanted: memoryview) -> None:
+        position = self._start + offset
         while len(wanted):
             count = os.preadv(self._descriptor, [wanted], position)
             if count == 0:
-                raise StorageFailure(f"tensor '{name}' ends early: the file is damaged")
+                raise StorageFailure(f"{self._path}: tensor '{name}' ends early, the file is damaged")
             wanted, position = wanted[count:], position + count
 
     def close(self) -> None:

@@ -72,9 +72,9 @@ def draw_person(rng: np.random.Generator) -> Chest:
     tall = rng.normal(0, 1)
     return Chest(
         thickness=float(rng.uniform(0.92, 1.12)),
-        lung_width=float(0.325 + 0.016 * rng.normal()),
+        lung_width=float(0.325 + 0.02 * rng.normal()),
         lung_height=float(0.76 + 0.03 * tall),
-        domes=(float(0.38 + 0.035 * rng.normal()), float(0.43 + 0.035 * rng.normal())),
+        domes=(float(0.38 + 0.04 * rng.normal()), float(0.43 + 0.04 * rng.normal())),
         heart=(float(rng.uniform(0.28, 0.36)), float(rng.uniform(0.25, 0.3)), float(rng.uniform(0.08, 0.14))),
         aorta=float(rng.uniform(0.06, 0.12)),
         rib_spacing=float(rng.uniform(0.155, 0.185)),

@@ -54,7 +54,7 @@ def write_hospitals(
     out: Path,
     *,
     sites: int = 4,
-    patients: int = 200,
+    patients: int = 240,
     seed: int = 0,
     unseen: bool = False,
     spoiled: bool = False,

@@ -128,7 +128,7 @@ def _film_coordinates(scanner: Scanner) -> tuple[Array, Array]:
 def _body_coordinates(scanner: Scanner, rng: np.random.Generator) -> tuple[Array, Array]:
     """Where every pixel lies in the body: the hospital's habit, and this film's own positioning."""
     x, y = _film_coordinates(scanner)
-    size = 1 + 0.025 * rng.normal()
+    size = 1 + 0.03 * rng.normal()
     x = x / (scanner.zoom[1] * size * (1 + 0.02 * rng.normal())) - scanner.shift[0] - 0.025 * rng.normal()
     y = y / (scanner.zoom[0] * size * (1 + 0.02 * rng.normal())) - scanner.shift[1] - 0.025 * rng.normal()
     turn = np.deg2rad(scanner.tilt + 1.5 * rng.normal())
@@ -164,8 +164,9 @@ def _process(scanner: Scanner, density: Array, rng: np.random.Generator) -> Arra
     if scanner.lines > 0:
         phase = 2 * np.pi * (np.arange(scanner.columns) / scanner.line_period + rng.uniform())
         film += scanner.lines * np.cos(phase)
-    film = (film - 0.5) * (1 + 0.1 * rng.normal()) + 0.5 + 0.045 * rng.normal()
-    film = _tone(scanner, np.clip(film, 0, 1))
+    # No two exposures are alike: contrast, brightness and gamma vary, so that they say little about the finding.
+    film = (film - 0.5) * (1 + 0.14 * rng.normal()) + 0.5 + 0.06 * rng.normal()
+    film = _tone(scanner, np.clip(film, 0, 1) ** np.float32(np.exp(0.1 * rng.normal())))
     if scanner.shutter != "none":
         film = scanner.shutter_value + (film - scanner.shutter_value) * _opening(scanner, x, y, rng)
     if scanner.marker != (0, 0):

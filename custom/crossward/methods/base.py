@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from crossward.federation.algebra import Algebra, Extra
 from crossward.federation.contract import State, Tensors
+from crossward.federation.errors import BadInput
 from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, layout_of, mark
 from crossward.federation.seeds import derive
@@ -39,6 +40,10 @@ class Task:
     depth: int = 10
     width: float = 0.25
     norm: Norm = "batch"
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise BadInput(f"{self.rounds} rounds are not at least 1")
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class SoftmaxHead(nn.Module):
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(features, classes)
+        mark(self, parameters=Scope.SHARED, buffers=Scope.BUFFER)
 
     def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
         del notes
@@ -172,11 +178,14 @@ class Method:
 
     def build(self, task: Task, *, block: str = "none", head: str = "softmax") -> Model:
         """Build the model; the same task gives the same start at every site."""
+        for plug, known in ((block, BLOCKS), (head, HEADS)):
+            if plug not in known:
+                raise BadInput(f"there is no '{plug}' to plug in; there is: {', '.join(known)}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(task.seed, "start"))
             backbone = ResNet(depth=task.depth, width=task.width, norm=task.norm, channels=task.channels)
             model = Model(backbone, BLOCKS[block](task, backbone), HEADS[head](task, backbone.out_channels))
-        mark(model, parameters=Scope.SHARED, buffers=Scope.BUFFER)
+        mark(backbone, parameters=Scope.SHARED, buffers=Scope.BUFFER)
         self.place(model)
         return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,8 +29,8 @@ class FedProx(Method):
     mu: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.mu < 0:
-            raise BadInput(f"fedprox: mu is {self.mu}, and must not be negative")
+        if not 0 <= self.mu < math.inf:
+            raise BadInput(f"fedprox: mu is {self.mu}, and must be a finite number that is not negative")
 
     def penalty(self, model: Model, context: Context) -> dict[str, Tensor]:
         distances = [

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import crossward.methods
 from crossward.federation.errors import BadInput
@@ -62,7 +62,7 @@ def create(name: str, **options: Any) -> Method:
     known = available()
     if name not in known:
         raise BadInput(f"there is no method '{name}'{_nearest(name, known)}; there are: {', '.join(known)}")
-    allowed = options_of(known[name])
+    allowed, hints = options_of(known[name]), get_type_hints(known[name])
     for option, value in options.items():
         if option not in allowed:
             listed = ", ".join(allowed) or "none"
@@ -70,11 +70,19 @@ def create(name: str, **options: Any) -> Method:
         default = allowed[option][1]
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             options[option] = float(value)
-        elif default is not None and type(value) is not type(default):
+        elif not _fits(value, hints[option]):
             raise BadInput(f"{name}: option '{option}' takes {allowed[option][0]}, not {value!r}")
     return known[name](**options)
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):
+        return any(_fits(value, part) for part in get_args(hint))
+    return type(value) is hint
+
+
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name.lower(), known, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

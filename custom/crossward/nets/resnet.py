@@ -22,14 +22,16 @@ STAGE_STRIDES = (1, 2, 2, 2)
 
 def is_normalisation(module: nn.Module) -> bool:
     """Tell whether a module normalises its input, judged by its type and never by its name."""
-    return isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.LocalResponseNorm)
+    return isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm | nn.LocalResponseNorm)
 
 
 def make_norm(norm: Norm, channels: int) -> nn.Module:
     """Make a normalisation layer; GroupNorm takes gcd(32, channels) groups of at least two channels."""
     if norm == "batch":
         return nn.BatchNorm2d(channels)
-    return nn.GroupNorm(max(1, math.gcd(32, channels) // 2), channels)
+    if norm == "group":
+        return nn.GroupNorm(max(1, min(math.gcd(32, channels), channels // 2)), channels)
+    raise ValueError(f"norm '{norm}' is neither 'batch' nor 'group'")
 
 
 class BasicBlock(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from crossward.evaluate.facts import versions
 from crossward.evaluate.metrics import summarise
 from crossward.federation.contract import Payload, Report, Vector
 from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
-from crossward.federation.errors import BadInput, CrosswardError, RunFailure, StorageFailure
+from crossward.federation.errors import BadInput, CrosswardError, RunFailure, SiteFailure, StorageFailure
 from crossward.federation.storage import read_json, write_json
 from crossward.imaging.data import Cohort
 from crossward.methods.base import Method, Task
@@ -88,9 +89,10 @@ def simulate(
         BadInput: the folder holds another run, or one that was not asked to be resumed.
         CrosswardError: a round could not be completed; the run can be resumed.
     """
+    run = _Run(cohort, study, folder, jobs=jobs, listen=listen)
     with _owned(folder):
         _claim(folder, study, cohort, resume=resume)
-        return _Run(cohort, study, folder, jobs=jobs, listen=listen).run()
+        return run.run()
 
 
 @contextmanager
@@ -107,6 +109,9 @@ def _owned(folder: Path) -> Iterator[None]:
         os.close(lock)
         raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
     try:
+        # A process that was killed while it wrote leaves its half-written file, which nobody else is writing now.
+        for leftover in folder.rglob(".*.part"):
+            leftover.unlink(missing_ok=True)
         yield
     finally:
         os.close(lock)
@@ -114,7 +119,7 @@ def _owned(folder: Path) -> Iterator[None]:
 
 def _claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
     """Write down what is run here, or check that it is what was run here before."""
-    description = {"options": study.options(), "sites": sorted(cohort.sites)}
+    description = {"options": study.options(), "sites": {name: _fingerprint(cohort, name) for name in cohort.sites}}
     path = folder / "run.json"
     if not path.exists():
         if resume:
@@ -123,15 +128,25 @@ def _claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
         return
     if not resume:
         raise BadInput(f"{folder} holds a run already; add --resume to go on with it, or choose another --out")
-    before = read_json(path)
-    if before != description:
-        name, old, new = next(_differences(before, description, ""))
-        raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options")
+    difference = next(_differences(read_json(path), description, ""), None)
+    if difference is not None:
+        name, old, new = difference
+        raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options and data")
+
+
+def _fingerprint(cohort: Cohort, site: str) -> dict[str, Any]:
+    """Which images a site has in which split, so that a run is not resumed on others."""
+    data = cohort.sites[site]
+    listing = [[split.ids, split.patients, split.labels.tolist()] for split in (data.train, data.val, data.test)]
+    return {
+        "train": len(data.train),
+        "images": hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16],
+    }
 
 
 def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
+        for key in {**now, **before}:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield name, before, now
@@ -152,35 +167,42 @@ class _Run:
             folder / "server",
             method.algebra(task, model),
             method.start(task, model),
-            sites=list(cohort.sites),
+            sites=sorted(cohort.sites),
             rounds=task.rounds,
             seed=study.training.seed,
             participation=study.participation,
             quorum=study.quorum,
         )
-        self._participants = {
-            name: Participant(
-                data,
-                method,
-                task,
-                training=study.training,
-                folder=folder / "sites" / name,
-                device=device,
-                plugs=study.plugs,
-            )
-            for name, data in cohort.sites.items()
-        }
+        self._folder = folder
+        self._participants: dict[str, Participant] = {}
 
     def run(self) -> dict[str, Any]:
         began = time.monotonic()
+        self._participants = {name: self._participant(name) for name in self._coordinator.sites}
         if self._coordinator.resume():
             self._listen(Event("resumed", self._coordinator.state.round_number))
         # One thread of computation per site: results then do not depend on how many sites run at once.
-        with ThreadPoolExecutor(self._jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pool = ThreadPoolExecutor(self._jobs, initializer=torch.set_num_threads, initargs=(1,))
+        try:
             self._assess(pool)
             while not self._coordinator.finished:
                 self._round(pool)
             return self._result(pool, began)
+        finally:
+            # Not waiting lets Ctrl-C end at once; what a site was writing is atomic.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _participant(self, name: str) -> Participant:
+        study = self._study
+        return Participant(
+            self._cohort.sites[name],
+            study.method,
+            study.task,
+            training=study.training,
+            folder=self._folder / "sites" / name,
+            device=self._device,
+            plugs=study.plugs,
+        )
 
     def _round(self, pool: ThreadPoolExecutor) -> None:
         began = time.monotonic()
@@ -196,7 +218,7 @@ class _Run:
                 {"status": "failed", "reason": str(outcome)} if isinstance(outcome, CrosswardError) else outcome
             )
         up = sum(fact.pop("bytes_up", 0) for fact in facts.values())
-        down = sum(_nbytes(coordinator.payload(name)) for name in invited)
+        down = sum(_nbytes(coordinator.payload(name)) for name in coordinator.sites)
         record = {"round": number, "seconds": 0.0, "bytes_up": up, "bytes_down": down, "sites": facts}
         record["seconds"] = time.monotonic() - began
         try:
@@ -216,8 +238,16 @@ class _Run:
         except StorageFailure:
             raise
         except CrosswardError as failure:
-            self._listen(Event("failed", number, name, {"reason": str(failure)}))
-            return failure
+            return self._failed(failure, number, name)
+        except Exception as error:
+            broken = SiteFailure(
+                site=name,
+                round_number=number,
+                cause=f"training stopped with {type(error).__name__}: {error}",
+                remedy="CROSSWARD_DEBUG=1 shows where",
+            )
+            broken.__cause__ = error
+            return self._failed(broken, number, name)
         seen = max(1.0, float(report.tally[SEEN].item()))
         figures = {
             "status": "reported",
@@ -230,6 +260,12 @@ class _Run:
         }
         self._listen(Event("trained", number, name, figures))
         return figures
+
+    def _failed(self, failure: CrosswardError, number: int, name: str) -> CrosswardError:
+        if os.environ.get("CROSSWARD_DEBUG"):
+            raise failure
+        self._listen(Event("failed", number, name, {"reason": str(failure)}))
+        return failure
 
     def _assess(self, pool: ThreadPoolExecutor) -> None:
         """Let every site receive the current model and count it on its validation images."""

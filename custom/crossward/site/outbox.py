@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from crossward.federation.errors import StorageFailure
 from crossward.federation.storage import read_tensors, write_tensors
 
 _FORMAT = "crossward.report/1"
+_NAME = re.compile(r"report-(\d{4,})-[0-9a-f]+\.safetensors")
 
 
 class Outbox:
@@ -49,8 +51,8 @@ class Outbox:
 
     def tidy(self, *, received: int) -> None:
         """Delete reports of rounds whose result has arrived."""
-        for path in self._folder.glob("report-*.safetensors"):
-            if int(path.name.split("-")[1]) <= received:
+        for path in self._folder.iterdir():
+            if (name := _NAME.fullmatch(path.name)) and int(name[1]) <= received:
                 path.unlink(missing_ok=True)
 
     def _path(self, round_number: int, model: str) -> Path:

@@ -14,6 +14,7 @@ from torch import Tensor
 from crossward.evaluate.metrics import score
 from crossward.federation.contract import Payload, Report, Vector
 from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT
+from crossward.federation.errors import PrivacyRefusal, SiteFailure
 from crossward.federation.scopes import Scope, layout_digest, names_in, tensors_digest
 from crossward.federation.seeds import derive
 from crossward.imaging.data import SiteData, Split, batches
@@ -118,7 +119,7 @@ class Participant:
             Scores of the deployed model (statistics refreshed on site), and of the same model as it was received.
         """
         self._load(self.vault.model(best_round))
-        as_received = self._score(self._model, self.data.test)
+        as_received = self._score(self._model, best_round)
         self._model = self._refreshed()
         self.vault.promote(self._tensors())
         return {
@@ -126,7 +127,7 @@ class Participant:
             "n_val": len(self.data.val),
             "n_test": len(self.data.test),
             "scanner": self.data.scanner,
-            **self._score(self._model, self.data.test),
+            **self._score(self._model, best_round),
             "as_received": as_received,
         }
 
@@ -137,6 +138,12 @@ class Participant:
         return correct_count(self._model, self.method, split, device=self._device) / len(split)
 
     def _install(self, payload: Payload) -> None:
+        intruders = sorted(set(payload.tensors) - set(self._algebra.sent))
+        if intruders:
+            raise PrivacyRefusal(
+                f"{self.name}, round {payload.round_number}: the server sent '{intruders[0]}', which is not shared; "
+                "the site keeps its own"
+            )
         local = self.vault.local(before=payload.round_number + 1)
         own = {name: tensor for name, tensor in payload.tensors.items() if name in self._algebra.layout}
         self._load({**self._start, **local, **own})
@@ -167,9 +174,16 @@ class Participant:
     def _correct(self, model: Model) -> int:
         return correct_count(model, self.method, self.data.val, device=self._device)
 
-    def _score(self, model: Model, split: Split) -> dict[str, Any]:
-        answers = predict(model, self.method, split, device=self._device)
-        return score(answers.numpy(), split.labels.numpy(), self.data.classes)
+    def _score(self, model: Model, round_number: int) -> dict[str, Any]:
+        answers = predict(model, self.method, self.data.test, device=self._device)
+        if not torch.isfinite(answers).all():
+            raise SiteFailure(
+                site=self.name,
+                round_number=round_number,
+                cause="the model's answers to some test images are not finite numbers",
+                remedy="Look for damaged images among the site's test images, and resume",
+            )
+        return score(answers.numpy(), self.data.test.labels.numpy(), self.data.classes)
 
     def _batches(self, split: Split) -> Iterator[Batch]:
         for images, labels in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False):

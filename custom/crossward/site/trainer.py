@@ -71,7 +71,7 @@ class Training:
         """The learning rate of a round, from 1; it depends on planned rounds only, so resuming does not change it."""
         if self.schedule == "constant":
             return self.learning_rate
-        progress = (round_number - 1) / max(1, rounds)
+        progress = (round_number - 1) / max(1, rounds - 1)
         return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
@@ -86,6 +86,13 @@ def train_round(
     Raises:
         SiteFailure: the loss is not finite any more.
     """
+    if len(split) < 2:
+        raise SiteFailure(
+            site=context.site,
+            round_number=context.round_number,
+            cause=f"there are too few training images ({len(split)})",
+            remedy="Add images, or leave the site out",
+        )
     model.train()
     optimiser = torch.optim.SGD(
         model.parameters(),
@@ -122,7 +129,9 @@ def train_round(
                     counts.new_tensor(size),
                 ]
             )
-    if not torch.isfinite(counts).all():
+    if not torch.isfinite(counts).all() or not all(
+        torch.isfinite(tensor).all() for tensor in model.state_dict().values()
+    ):
         raise _diverged(context, None)
     loss_sum, correct, seen = counts.cpu().numpy()
     return {
@@ -134,12 +143,14 @@ def train_round(
 
 
 def _diverged(context: Context, step: int | None) -> SiteFailure:
+    what = "the model has values that are not finite" if step is None else "the loss is not a finite number any more"
     where = "" if step is None else f" at step {step + 1}"
     return SiteFailure(
         site=context.site,
         round_number=context.round_number,
-        cause=f"the loss is not a finite number any more{where}, so the site's update is not used",
-        remedy="Lower the learning rate, or set a gradient clip (--clip 1.0), and resume",
+        cause=f"{what}{where}, so the site's update is not used",
+        remedy="Lower the learning rate or set a gradient clip (--clip 1.0) in a new run; "
+        "if the site's images are at fault, repair them and go on with --resume",
     )
 
 
@@ -163,11 +174,11 @@ def refreshed(model: Model, split: Split, *, device: Device, seed: int) -> Model
     """Copy a model and estimate its BatchNorm statistics anew from a site's own images, without labels.
 
     Averaged weights fit nobody's running statistics. One pass with cumulative averages gives the site statistics
-    of the very weights it received. A model without BatchNorm, or a site without images, gets a plain copy.
+    of the very weights it received. A model without BatchNorm, or a site with less than two images, gets a plain copy.
     """
     model = copy.deepcopy(model).eval()
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-    if not layers or not len(split):
+    if not layers or len(split) < 2:
         return model
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

@@ -55,9 +55,6 @@ class Vault:
         """The whole model as it was received after a round."""
         return self._read(self._path("model", round_number))
 
-    def has_model(self, round_number: int) -> bool:
-        return self._path("model", round_number).exists()
-
     def promote(self, tensors: Tensors) -> Path:
         """Store the model that the site deploys."""
         path = self._folder / "deployed.safetensors"
