@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Stands in for python3.11: makes an environment of copies of itself, and writes down what pip was asked to do.
-FAKE_PYTHON = """#!/bin/sh
+FAKE_PYTHON = """#!/usr/bin/env bash
 case "$1 $2" in
     "-V ") echo "Python ${FAKE_VERSION:-3.11.9}" ;;
     "-c import ensurepip"*) exit "${FAKE_WITHOUT_VENV:-0}" ;;

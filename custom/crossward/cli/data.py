@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from crossward.cli.progress import counting
-from crossward.imaging.phantom import write_hospitals
+from crossward.imaging.phantom import USUAL_PATIENTS, write_hospitals
 from crossward.imaging.sheet import contact_sheet
 
 app = typer.Typer(help="Make and look at images.", no_args_is_help=True)
@@ -24,7 +24,7 @@ def root() -> None:
 def phantom(
     out: Annotated[Path, typer.Option(help="Folder to make; must not exist, or be empty.")],
     sites: Annotated[int, typer.Option(help="Hospitals, each with its own scanner.")] = 4,
-    patients: Annotated[int, typer.Option(help="Made-up patients per hospital.")] = 120,
+    patients: Annotated[int, typer.Option(help="Made-up patients per hospital.")] = USUAL_PATIENTS,
     seed: Annotated[int, typer.Option(help="The same seed writes the same files.")] = 0,
     unseen: Annotated[bool, typer.Option("--unseen", help="Add films of a scanner that no hospital has.")] = False,
     spoiled: Annotated[bool, typer.Option("--spoiled", help="Add wrong, inverted, blurred and empty films.")] = False,
@@ -32,7 +32,7 @@ def phantom(
 ) -> None:
     """Write made-up hospitals: computer-drawn chest films as real DICOM files, with a labels.csv each.
 
-    Example: crossward data phantom --out phantoms --sites 4 --patients 120 --unseen --spoiled --sheet
+    Example: crossward data phantom --out phantoms --sites 4 --unseen --spoiled --sheet
     """
     console = Console()
     with counting(Console(stderr=True)) as progress:

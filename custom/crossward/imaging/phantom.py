@@ -21,6 +21,7 @@ Progress = Callable[[str, int, int], None]
 
 LABEL_COLUMNS = ("file", "patient", "label")
 FEWEST_PATIENTS = 4
+USUAL_PATIENTS = 240
 NOTE = """Everything in this folder is computer-drawn.
 
 The films are phantoms: shapes drawn by a program from random numbers. No patient was ever imaged, no person,
@@ -54,7 +55,7 @@ def write_hospitals(
     out: Path,
     *,
     sites: int = 4,
-    patients: int = 240,
+    patients: int = USUAL_PATIENTS,
     seed: int = 0,
     unseen: bool = False,
     spoiled: bool = False,
