@@ -12,9 +12,9 @@ from torch import Tensor
 
 from crossward.federation.algebra import Algebra, Extra
 from crossward.federation.combine import next_state
-from crossward.federation.contract import ALL, Needs, Plan, Report, State, Summed, Tally, Tensors, Vector
+from crossward.federation.contract import ALL, SAMPLES, Needs, Plan, Report, State, Summed, Tally, Tensors, Vector
 from crossward.federation.coordinator import Coordinator
-from crossward.federation.rules import SAMPLES, Rule, SampleMean, divide, per_row
+from crossward.federation.rules import Rule, SampleMean, divide, per_row
 from crossward.federation.scopes import Scope, TensorSpec, tensors_digest
 
 TAU = 0.5
@@ -321,7 +321,7 @@ def masked_sums(algebra: Algebra, state: State, plan: Plan, sites: Sequence[Mask
     for site in sites:
         site.send_contribution(contributions, plan)
     sums = contributions.total()
-    after = next_state(state, plan.round_number)
+    after = next_state(state, plan)
     for kind, slot, name in [key for key in sums if key[0] == "value"]:
         coefficient = sums["coefficient", slot, name]
         summed = Summed(

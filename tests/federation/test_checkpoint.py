@@ -9,7 +9,7 @@ import torch
 from tests.standins import Shapes, assert_identical, mean_algebra, random_report, random_start, run_round
 
 from crossward.federation.algebra import Algebra
-from crossward.federation.contract import State
+from crossward.federation.contract import Plan, State
 from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
 from crossward.federation.errors import StorageFailure
 from crossward.federation.storage import read_tensors, write_tensors
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_layout_is_refused(kind: str, tmp_path: Path) ->
     play(fresh(tmp_path, streamed()), until=1)
     other = fresh(tmp_path, other_layouts()[kind])
     before = other.state
-    with pytest.raises(StorageFailure, match="another model or version"):
+    with pytest.raises(StorageFailure, match="another study or version"):
         other.resume()
     assert other.state is before
 
@@ -174,4 +174,4 @@ def test_a_run_in_which_nothing_is_sent_is_stored_and_resumed(tmp_path: Path) ->
     run_round(first, [random_report(algebra, first.state, site, rng) for site in SITES])
     second = Coordinator(tmp_path, algebra, State(0, {}), sites=SITES, rounds=2, seed=0)
     assert second.resume()
-    assert second.state == State(1, {})
+    assert second.state == State(1, {}, plan=Plan(1, SITES))

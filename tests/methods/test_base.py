@@ -152,7 +152,9 @@ class Doubling(FeatureBlock):
         if scope is not None:
             mark(self, parameters=scope, buffers=scope)
 
-    def forward(self, stage: int, features: Tensor, notes: dict[str, Tensor]) -> Tensor:
+    def forward(
+        self, stage: int, features: Tensor, notes: dict[str, Tensor], generator: torch.Generator | None
+    ) -> Tensor:
         if stage < 3:
             return features
         notes["before"] = features.mean(dim=(2, 3))
@@ -195,3 +197,37 @@ def test_a_block_that_marks_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_plug_is_refused_in_plain_words(plugs: dict[str, str]) -> None:
     with pytest.raises(CrosswardError, match="no-such"):
         Plain().build(TASK, **plugs)
+
+
+class Noisy(FeatureBlock):
+    """Adds noise from the generator it is given, and none without one."""
+
+    def forward(
+        self, stage: int, features: Tensor, notes: dict[str, Tensor], generator: torch.Generator | None
+    ) -> Tensor:
+        if generator is None:
+            return features
+        return features + torch.rand(features.shape, generator=generator)
+
+
+def test_a_block_draws_from_the_rounds_generator_and_not_at_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base.BLOCKS, "noisy", lambda task, backbone: Noisy())
+    model = Plain().build(TASK, block="noisy").eval()
+    images = torch.randn(2, TASK.channels, TASK.size, TASK.size)
+    quiet = model(images).logits
+    assert torch.equal(quiet, model(images).logits)
+    drawn = [model(images, torch.Generator().manual_seed(seed)).logits for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], quiet)
+
+
+def test_what_place_adds_starts_the_same_everywhere() -> None:
+    class Adding(Plain):
+        def place(self, model: base.Model) -> None:
+            model.head.linear.bias.data = torch.randn(len(TASK.classes))
+
+    torch.manual_seed(1)
+    one = Adding().build(TASK).head.linear.bias
+    torch.manual_seed(2)
+    assert torch.equal(one, Adding().build(TASK).head.linear.bias)

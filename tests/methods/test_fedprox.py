@@ -82,7 +82,8 @@ def test_mu_zero_is_fedavg_bit_for_bit_and_mu_holds_back() -> None:
 
 def test_it_shares_what_fedavg_shares() -> None:
     assert layout_of(FedProx().build(TASK)) == layout_of(FedAvg().build(TASK))
-    assert FedProx().rules().keys() == FedAvg().rules().keys()
+    model = FedAvg().build(TASK)
+    assert FedProx().rules(TASK, model).keys() == FedAvg().rules(TASK, model).keys()
 
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])

@@ -13,7 +13,7 @@ import torch
 from made_up_sites import CPU, made_up_participant, made_up_site, made_up_task, made_up_training, same_bits
 
 from crossward.federation.contract import Payload, Report
-from crossward.federation.errors import CrosswardError, StorageFailure
+from crossward.federation.errors import BadInput, CrosswardError, StorageFailure
 from crossward.federation.storage import read_tensors
 from crossward.methods.registry import create
 from crossward.site import participant as participants
@@ -83,7 +83,7 @@ def test_a_report_for_another_model_or_round_is_not_answered(tmp_path: Path) -> 
 def test_digests_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path / "outbox")
     outbox.put(Report("alder", 2, "ab" * 32, TENSORS, {}))
-    with pytest.raises(StorageFailure, match="not a report for this model"):
+    with pytest.raises(StorageFailure, match="not a report for this study and model"):
         outbox.get(2, "ab" * 31 + "cd")
 
 
@@ -128,7 +128,7 @@ def test_the_report_is_on_disk_before_train_returns(tmp_path: Path, monkeypatch:
     assert flushed[-2].parent == tmp_path / "outbox"
     assert path.name in flushed[-2].name
     assert flushed[-1] == tmp_path / "outbox"
-    back = Outbox(tmp_path / "outbox").get(1, report.model)
+    back = made_up_participant(tmp_path).outbox.get(1, report.model)
     assert back is not None
     assert same_report(back, report)
 
@@ -166,12 +166,12 @@ def test_vault_and_outbox_are_for_their_owner_only(tmp_path: Path, folder: str) 
 @pytest.mark.parametrize("folder", ["vault", "outbox"])
 def test_a_vault_or_outbox_that_cannot_be_made_is_named(tmp_path: Path, folder: str) -> None:
     (tmp_path / folder).write_text("a file where a folder belongs")
-    with pytest.raises(StorageFailure, match=f"the {folder} .* cannot be used"):
+    with pytest.raises(StorageFailure, match=f"{folder} cannot be used"):
         made_up_participant(tmp_path)
 
 
 def test_the_vault_gives_the_last_local_tensors_before_a_round(tmp_path: Path) -> None:
-    vault = Vault(tmp_path, layout="one")
+    vault = Vault(tmp_path, study="one")
     assert vault.local(before=100) == {}
     for number in (1, 3, 4):
         vault.keep_local(number, {"x": torch.tensor([float(number)])})
@@ -182,20 +182,20 @@ def test_the_vault_gives_the_last_local_tensors_before_a_round(tmp_path: Path) -
 
 
 def test_the_vault_counts_rounds_beyond_four_digits(tmp_path: Path) -> None:
-    vault = Vault(tmp_path, layout="one")
+    vault = Vault(tmp_path, study="one")
     for number in (9_999, 10_000):
         vault.keep_local(number, {"x": torch.tensor([float(number)])})
     assert vault.local(before=10_001)["x"].item() == 10_000
 
 
 def test_files_of_another_layout_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
-    Vault(tmp_path, layout="one").keep_local(1, TENSORS)
-    Vault(tmp_path, layout="one").keep_model(1, TENSORS)
+    Vault(tmp_path, study="one").keep_local(1, TENSORS)
+    Vault(tmp_path, study="one").keep_model(1, TENSORS)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    other = Vault(tmp_path, layout="two")
-    with pytest.raises(StorageFailure, match=r"local-0001\.safetensors was written for another model"):
+    other = Vault(tmp_path, study="two")
+    with pytest.raises(StorageFailure, match=r"local-0001\.safetensors was written for another study"):
         other.local(before=2)
-    with pytest.raises(StorageFailure, match=r"model-0001\.safetensors was written for another model"):
+    with pytest.raises(StorageFailure, match=r"model-0001\.safetensors was written for another study"):
         other.model(1)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -214,13 +214,13 @@ def test_a_participant_of_another_model_does_not_touch_the_vault(tmp_path: Path)
     task = made_up_task(width=0.125)
     payload = Payload(1, create("fedbn").start(task, create("fedbn").build(task)).tensors)
     before = {path: path.read_bytes() for path in (tmp_path / "vault").iterdir()}
-    with pytest.raises(StorageFailure, match="another model"):
+    with pytest.raises(StorageFailure, match="another study"):
         wider.train(payload)
     assert {path: path.read_bytes() for path in (tmp_path / "vault").iterdir()} == before
 
 
 def test_tidy_keeps_the_received_and_the_best_model_and_two_rounds_of_local_tensors(tmp_path: Path) -> None:
-    vault = Vault(tmp_path, layout="one")
+    vault = Vault(tmp_path, study="one")
     for number in range(1, 7):
         vault.keep_local(number, TENSORS)
         vault.keep_model(number, TENSORS)
@@ -305,3 +305,19 @@ def test_a_payload_cannot_replace_what_is_local(tmp_path: Path) -> None:
         site.receive(payload)
     stored = tmp_path / "vault" / "model-0001.safetensors"
     assert not stored.exists() or torch.equal(read_tensors(stored)[0][intruder], own[intruder])
+
+
+def test_a_report_of_another_study_is_not_answered(tmp_path: Path) -> None:
+    first = made_up_participant(tmp_path, learning_rate=0.05)
+    report = first.train(start_payload())
+    other = made_up_participant(tmp_path, learning_rate=0.5)
+    with pytest.raises(StorageFailure, match="not a report for this study"):
+        other.train(start_payload())
+    assert first.outbox.get(1, report.model) is not None
+
+
+def test_a_site_with_other_classes_than_the_study_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    data = replace(made_up_site("alder"), classes=("mass", "clear", "nodule"))
+    with pytest.raises(BadInput, match="alder.*mass"):
+        made_up_participant(tmp_path / "site", data=data)
+    assert not (tmp_path / "site").exists()

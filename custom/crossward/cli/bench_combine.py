@@ -16,9 +16,9 @@ import torch
 
 from crossward.federation.algebra import Algebra
 from crossward.federation.combine import Sums, advance, combine_spooled, next_state, spool
-from crossward.federation.contract import ALL, Needs, Plan, Report, State, Tally, Vector
+from crossward.federation.contract import ALL, SAMPLES, Needs, Plan, Report, State, Tally, Vector
 from crossward.federation.errors import RunFailure
-from crossward.federation.rules import SAMPLES, Rule
+from crossward.federation.rules import Rule
 from crossward.federation.scopes import Scope
 from crossward.federation.storage import TensorFile, write_tensors
 from crossward.methods import Task, create
@@ -60,7 +60,7 @@ def measure(sites: int, *, depth: int, gram: bool) -> dict[str, Any]:
     method = create("fedavg")
     task = Task(classes=("a", "b"), channels=1, size=32, rounds=1, depth=depth, width=1.0)
     model = method.build(task)
-    rules = {Scope.SHARED: CosineMean(), Scope.BUFFER: CosineMean()} if gram else dict(method.rules())
+    rules = {Scope.SHARED: CosineMean(), Scope.BUFFER: CosineMean()} if gram else dict(method.rules(task, model))
     algebra = Algebra(method.algebra(task, model).layout, rules)
     state = method.start(task, model)
     del model
@@ -107,7 +107,7 @@ def _streamed(folder: Path, algebra: Algebra, state: State, sites: int) -> float
         ours += time.perf_counter() - began
         del report
     began = time.perf_counter()
-    after = next_state(state, 1)
+    after = next_state(state, plan)
     advance(algebra, state, sums, plan, after)
     ours += time.perf_counter() - began
     return ours

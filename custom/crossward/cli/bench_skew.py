@@ -15,18 +15,16 @@ from rich.table import Table
 from crossward.federation.storage import read_tensors
 from crossward.imaging.data import Cohort, Split, load
 from crossward.imaging.skew import linear_accuracy, match_histogram, plain_numbers
-from crossward.methods import Task, create
+from crossward.methods import create
 from crossward.site.devices import Device
 from crossward.site.inprocess import Study, simulate
-from crossward.site.participant import Plugs
-from crossward.site.trainer import Training, correct_count
+from crossward.site.trainer import correct_count
 
 
 def measure(data: Path, *, rounds: int, seed: int) -> dict[str, Any]:
     """Train every site alone and try its model everywhere, as it is and on histogram-matched images."""
     cohort = load(data, size=32, seed=seed)
-    task = Task(classes=cohort.classes, channels=cohort.channels, size=cohort.size, rounds=rounds, seed=seed)
-    study = Study(method=create("local"), task=task, training=Training(seed=seed), plugs=Plugs())
+    study = Study.usual(create("local"), cohort, rounds=rounds, seed=seed)
     with tempfile.TemporaryDirectory() as temporary:
         result = simulate(cohort, study, Path(temporary))
         matched = _matched_matrix(cohort, study, Path(temporary))

@@ -14,10 +14,8 @@ from crossward.evaluate.facts import read_result, write_result
 from crossward.evaluate.metrics import score
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.skew import linear_probabilities, plain_numbers
-from crossward.methods import Task, create
+from crossward.methods import create
 from crossward.site.inprocess import Study, simulate
-from crossward.site.participant import Plugs
-from crossward.site.trainer import Training
 
 
 def run(
@@ -50,8 +48,7 @@ def _cell(cohort: Cohort, out: Path, method: str, *, seed: int, rounds: int, con
     finished = out / "result.json"
     if finished.exists():
         return read_result(finished)
-    task = Task(classes=cohort.classes, channels=cohort.channels, size=cohort.size, rounds=rounds, seed=seed)
-    study = Study(method=create(method), task=task, training=Training(seed=seed), plugs=Plugs())
+    study = Study.usual(create(method), cohort, rounds=rounds, seed=seed)
     console.print(f"{method}, seed {seed}", highlight=False)
     with RoundDisplay(console, rounds=rounds, sites=len(cohort.sites)) as display:
         result = simulate(cohort, study, out, resume=(out / "run.json").exists(), listen=display)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +31,7 @@ def phantom(
     unseen: Annotated[bool, typer.Option("--unseen", help="Add films of a scanner that no hospital has.")] = False,
     spoiled: Annotated[bool, typer.Option("--spoiled", help="Add wrong, inverted, blurred and empty films.")] = False,
     sheet: Annotated[bool, typer.Option("--sheet", help="Also write sheet.png, a contact sheet to look at.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write made-up hospitals: computer-drawn chest films as real DICOM files, with a labels.csv each.
 
@@ -39,12 +42,15 @@ def phantom(
         made = write_hospitals(
             out, sites=sites, patients=patients, seed=seed, unseen=unseen, spoiled=spoiled, progress=progress
         )
+    picture = contact_sheet(out, out / "sheet.png") if sheet else None
+    if as_json:
+        typer.echo(json.dumps({**asdict(made), "folder": str(out), "sheet": picture and str(picture)}, indent=2))
+        return
     console.print(
         f"{len(made.hospitals)} phantom hospitals in {out}: {made.patients} made-up patients, {made.files} DICOM "
         f"files, findings {', '.join(made.classes)}. Computer-drawn: no patient is in them.",
         soft_wrap=True,
     )
-    if sheet:
-        path = contact_sheet(out, out / "sheet.png")
-        console.print(f"Contact sheet: {path}", soft_wrap=True)
+    if picture:
+        console.print(f"Contact sheet: {picture}", soft_wrap=True)
     console.print(f"Next: crossward simulate --method fedbn --data {out} --rounds 10 --out runs/first", soft_wrap=True)

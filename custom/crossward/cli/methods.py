@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from crossward.federation.algebra import Algebra
 from crossward.federation.scopes import Scope, layout_digest
 from crossward.methods import Method, Task, available, create, options_of
 
@@ -65,11 +66,20 @@ def describe(method: Method) -> dict[str, Any]:
         },
         "values": values,
         "values_sent": sum(spec.numel for spec in algebra.sent.values()),
-        "server_learns": ["each site's update of every shared tensor", "counts, losses"]
-        if algebra.sent
-        else ["counts, losses"],
+        "server_learns": server_learns(algebra),
         "digest": layout_digest(algebra.layout),
     }
+
+
+def server_learns(algebra: Algebra) -> list[str]:
+    """What the server sees of each site in the open, from what the site declares to send."""
+    groups = {
+        "its update of every shared tensor": any(spec.scope is Scope.SHARED for spec in algebra.layout.values()),
+        "its update of the shared statistics": any(spec.scope is Scope.BUFFER for spec in algebra.layout.values()),
+        "its personal tensors": any(spec.scope is Scope.PERSONAL for spec in algebra.layout.values()),
+        **dict.fromkeys(algebra.extras, True),
+    }
+    return [what for what, sent in groups.items() if sent] + sorted(algebra.tallies)
 
 
 def _millions(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,9 @@ from crossward.cli.progress import counting
 from crossward.cli.show import show_cohort
 from crossward.cli.simulate import check_folder, run_study
 from crossward.imaging.data import load
-from crossward.imaging.phantom import write_hospitals
-from crossward.methods import Task, create
+from crossward.imaging.phantom import is_whole, write_hospitals
+from crossward.methods import create
 from crossward.site.inprocess import Study
-from crossward.site.participant import Plugs
-from crossward.site.trainer import Training
 
 
 def poc(
@@ -38,13 +37,13 @@ def poc(
     with counting(Console(stderr=True)) as progress:
         if data is None:
             data = workdir / f"phantoms-{sites}-{seed}"
-            if not data.exists():
+            if not is_whole(data):
+                shutil.rmtree(data, ignore_errors=True)
                 console.print(f"Drawing {sites} phantom hospitals as DICOM files in {data} ...", soft_wrap=True)
                 write_hospitals(data, sites=sites, seed=seed, progress=progress)
         cohort = load(data, seed=seed, progress=progress)
     show_cohort(console, cohort)
-    task = Task(classes=cohort.classes, channels=cohort.channels, size=cohort.size, rounds=rounds, seed=seed)
-    study = Study(method=chosen, task=task, training=Training(seed=seed), plugs=Plugs())
+    study = Study.usual(chosen, cohort, rounds=rounds, seed=seed)
     out = workdir / f"poc-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     console.print(f"Training together with {chosen.title} ({method}), {rounds} rounds, in one process", soft_wrap=True)
     run_study(console, cohort, study, out, resume=False, jobs=None)

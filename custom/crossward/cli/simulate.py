@@ -31,8 +31,8 @@ def simulate(
     out: Annotated[Path, typer.Option(help="Folder of the run: result.json, report.html, checkpoint, vaults.")],
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 10,
     option: Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")] = None,
-    block: Annotated[str, typer.Option(help=f"Feature block: {', '.join(BLOCKS)}.")] = "none",
-    head: Annotated[str, typer.Option(help=f"Head: {', '.join(HEADS)}.")] = "softmax",
+    block: Annotated[str | None, typer.Option(help="Feature block; the method's own if not given.")] = None,
+    head: Annotated[str | None, typer.Option(help="Head; the method's own if not given.")] = None,
     epochs: Annotated[int, typer.Option(help="Local epochs a round.")] = 2,
     steps: Annotated[int, typer.Option(help="Local steps a round instead of epochs; 0: use epochs.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Images a step.")] = 32,
@@ -143,16 +143,16 @@ def parse_names(text: str | None) -> list[str] | None:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def check_choices(*, block: str, head: str, depth: int, norm: str, width: float) -> None:
+def check_choices(*, block: str | None, head: str | None, depth: int, norm: str, width: float) -> None:
     """Refuse a net that does not exist, before any image is read."""
     for name, value, known in (
-        ("block", block, list(BLOCKS)),
-        ("head", head, list(HEADS)),
+        ("block", block, [None, *BLOCKS]),
+        ("head", head, [None, *HEADS]),
         ("depth", depth, [10, 18]),
         ("norm", norm, ["batch", "group"]),
     ):
         if value not in known:
-            raise BadInput(f"--{name} {value} is not there; there is: {', '.join(map(str, known))}")
+            raise BadInput(f"--{name} {value} is not there; there is: {', '.join(str(each) for each in known if each)}")
     if not 0 < width <= 4:
         raise BadInput(f"--width {width} is not above 0 and at most 4")
 

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from crossward.federation.contract import (
     ALL,
+    CORRECT,
+    LOSS,
+    SAMPLES,
+    SEEN,
     Contribution,
     Needs,
     Plan,
@@ -28,7 +32,7 @@ from crossward.federation.contract import (
     Vector,
 )
 from crossward.federation.errors import PrivacyRefusal
-from crossward.federation.rules import SAMPLES, Rule
+from crossward.federation.rules import Rule
 from crossward.federation.scopes import Layout, Scope, TensorSpec
 
 _STRENGTH: dict[Needs, int] = {"nothing": 0, "totals": 1, "gram": 2}
@@ -70,9 +74,16 @@ class Algebra:
             if name in layout or name in set(Scope):
                 raise PrivacyRefusal(f"extra '{name}' has the name of a tensor of the model, or of a scope")
             self._declare(name, TensorSpec(Scope.SHARED, extra.shape), group=name, rule=extra.rule)
+        self.tallies = dict.fromkeys((SAMPLES, LOSS, SEEN, CORRECT), (1,)) | {
+            key: value.shape for key, value in self.measure(self._nothing()).items()
+        }
         self.needs: Needs = max(
             (rule.needs for rule in self._rules.values()), key=_STRENGTH.__getitem__, default="nothing"
         )
+
+    def _nothing(self) -> dict[str, Tensor]:
+        """An update of zeros that takes no memory."""
+        return {name: torch.zeros(()).expand(spec.shape) for name, spec in self.sent.items()}
 
     @property
     def streams(self) -> bool:
@@ -127,11 +138,15 @@ class Algebra:
             if not torch.isfinite(tensor).all():
                 raise PrivacyRefusal(f"{place}: '{name}' has values that are not finite; the report is not used")
         for key, value in report.tally.items():
+            if value.shape != self.tallies.get(key):
+                raise PrivacyRefusal(f"{place}: tally '{key}' of shape {value.shape} was not declared")
             if not np.isfinite(value).all():
                 raise PrivacyRefusal(f"{place}: tally '{key}' is not finite; the report is not used")
-        samples = report.tally.get(SAMPLES)
-        if samples is None or samples.shape != (1,) or samples[0] < 0:
-            raise PrivacyRefusal(f"{place}: the report does not say how many samples it stands for")
+        absent = sorted(set(self.tallies) - set(report.tally) - {LOSS, SEEN, CORRECT})
+        if absent:
+            raise PrivacyRefusal(f"{place}: the report lacks the tally '{absent[0]}'")
+        if report.tally[SAMPLES][0] < 0:
+            raise PrivacyRefusal(f"{place}: a negative number of samples")
 
     def plan(self, round_number: int, cohort: Sequence[str], totals: Tally, gram: Mapping[str, Vector]) -> Plan:
         """Let every rule plan from its part of the totals and of the Gram matrices."""
@@ -152,7 +167,7 @@ class Algebra:
                 name, tallies[group], plan.values.get(group, {}), plan.cohort, me
             )
             for slot, coefficient in coefficients.items():
-                slots.setdefault(slot, {})[name] = Share(coefficient, value)
+                slots.setdefault(slot, {})[name] = Share(_plain(coefficient), value)
         return slots
 
     def next_value(self, name: str, state: State, slot: str, summed: Summed, plan: Plan) -> Tensor:
@@ -161,7 +176,7 @@ class Algebra:
         own = {} if slot == ALL else state.personal.get(slot, {})
         current = own.get(name, state.tensors.get(name))
         if current is None:
-            current = torch.zeros(self.sent[name].shape)
+            current = torch.zeros(summed.value.shape)
         return self._rules[group].advance(name, current, summed, plan.values.get(group, {}))
 
 
@@ -172,6 +187,10 @@ def total(tallies: Iterable[Tally]) -> dict[str, Vector]:
         for key, value in tally.items():
             sums[key] = sums[key] + value if key in sums else np.array(value, dtype=np.float64)
     return sums
+
+
+def _plain(coefficient: float | Vector) -> float | Vector:
+    return np.asarray(coefficient, dtype=np.float64) if isinstance(coefficient, np.ndarray) else float(coefficient)
 
 
 def _part(values: Mapping[str, Vector], group: str) -> dict[str, Vector]:

@@ -46,14 +46,14 @@ class Sums:
             values = self._values.setdefault(slot, {})
             coefficients = self._coefficients.setdefault(slot, {})
             for name, share in shares.items():
-                if name not in values:
-                    values[name] = torch.zeros(share.value.shape, dtype=torch.float64)
-                    coefficients[name] = 0.0
                 if isinstance(share.coefficient, float):
+                    if name not in values:
+                        values[name] = torch.zeros(share.value.shape, dtype=torch.float64)
                     self._add_scaled(values[name], share.value, share.coefficient)
                 else:
-                    values[name].add_(share.value * per_row(share.coefficient, share.value))
-                coefficients[name] = coefficients[name] + share.coefficient
+                    product = share.value * per_row(share.coefficient, share.value)
+                    values[name] = values[name] + product if name in values else product
+                coefficients[name] = coefficients.get(name, 0.0) + share.coefficient
 
     def _add_scaled(self, total: Tensor, value: Tensor, coefficient: float) -> None:
         """Add ``coefficient * value`` chunk by chunk: three times as fast as one mixed-precision addition."""
@@ -78,9 +78,10 @@ def advance(algebra: Algebra, state: State, sums: Sums, plan: Plan, after: State
         target[name] = algebra.next_value(name, state, slot, summed, plan)
 
 
-def next_state(state: State, round_number: int) -> State:
+def next_state(state: State, plan: Plan) -> State:
     """Begin the state after a round: what nobody contributes to stays as it was."""
-    return State(round_number, dict(state.tensors), {site: dict(own) for site, own in state.personal.items()})
+    personal = {site: dict(own) for site, own in state.personal.items()}
+    return State(plan.round_number, dict(state.tensors), personal, plan)
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,7 @@ def spool(folder: Path, report: Report) -> Spooled:
     return Spooled(replace(report, update={}), path)
 
 
-def combine_spooled(
-    algebra: Algebra, state: State, spooled: Sequence[Spooled], round_number: int
-) -> tuple[State, Plan]:
+def combine_spooled(algebra: Algebra, state: State, spooled: Sequence[Spooled], round_number: int) -> State:
     """Plan and combine reports that lie on disk, block by block."""
     cohort = [entry.report.site for entry in spooled]
     with ExitStack() as stack:
@@ -108,14 +107,14 @@ def combine_spooled(
         totals = total(entry.report.tally for entry in spooled)
         gram = {key: cosines(files, names, algebra) for key, names in algebra.blocks().items()}
         plan = algebra.plan(round_number, cohort, totals, gram)
-        after = next_state(state, round_number)
+        after = next_state(state, plan)
         for names in batches_of_names(algebra):
             sums = Sums()
             for me, (entry, file) in enumerate(zip(spooled, files, strict=True)):
                 part = replace(entry.report, update={name: file.read(name) for name in names})
                 sums.add(algebra.contribute(part, plan, me))
             advance(algebra, state, sums, plan, after)
-        return after, plan
+        return after
 
 
 def batches_of_names(algebra: Algebra) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ products are ever added up. See docs/architecture.md.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,13 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 Tensors = Mapping[str, Tensor]
 Tally = Mapping[str, Vector]
 Needs = Literal["nothing", "totals", "gram"]
+
+SAMPLES = "n"
+"""Tally key of the number of training samples, which every report has."""
+
+LOSS = "train/loss"
+SEEN = "train/seen"
+CORRECT = "train/correct"
 
 ALL = "*"
 """The slot that every site receives; any other slot is the name of the one site that receives it."""
@@ -57,6 +65,26 @@ class Plan:
     cohort: tuple[str, ...]
     values: Mapping[str, Mapping[str, Vector]] = field(default_factory=dict)
 
+    def to_json(self) -> str:
+        """Write the plan as text, exactly: a float64 survives the way there and back."""
+        values = {
+            group: {key: value.tolist() for key, value in planned.items()} for group, planned in self.values.items()
+        }
+        return json.dumps([self.round_number, self.cohort, values], allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan that to_json wrote."""
+        round_number, cohort, values = json.loads(text)
+        return cls(
+            round_number,
+            tuple(cohort),
+            {
+                group: {key: np.array(value, dtype=np.float64) for key, value in planned.items()}
+                for group, planned in values.items()
+            },
+        )
+
     def digest(self) -> str:
         """Hash the plan, so that sites can tell whether all of them got the same one."""
         digest = hashlib.sha256(f"{self.round_number}\0{chr(0).join(self.cohort)}".encode())
@@ -72,7 +100,8 @@ class Share:
     """One product that a site adds to a slot: linear in the update by construction.
 
     Attributes:
-        coefficient: a number, or one number per row of ``value`` (per class, for prototypes).
+        coefficient: a number, or one number per row of ``value`` (per class, for prototypes). A ``value`` of one row
+            takes any number of them: the row goes into as many rows of the sum (a style vector into its group).
         value: the tensor from the report, not yet multiplied.
     """
 
@@ -100,11 +129,13 @@ class Payload:
         round_number: the round whose result this is; 0 is the common start.
         tensors: shared, buffer, extras, and the recipient's personal tensors.
         best_round: the best round so far on validation, so that a site knows which model to keep.
+        plan: of that round; a method may read from it, such as which group this site is in.
     """
 
     round_number: int
     tensors: Tensors
     best_round: int | None = None
+    plan: Plan | None = None
 
 
 @dataclass
@@ -114,7 +145,8 @@ class State:
     round_number: int
     tensors: dict[str, Tensor]
     personal: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    plan: Plan | None = None
 
     def payload(self, site: str, *, best_round: int | None = None) -> Payload:
         """Make what this site receives; a site without personal tensors of its own gets the common start's."""
-        return Payload(self.round_number, {**self.tensors, **self.personal.get(site, {})}, best_round)
+        return Payload(self.round_number, {**self.tensors, **self.personal.get(site, {})}, best_round, self.plan)

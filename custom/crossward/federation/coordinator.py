@@ -5,9 +5,9 @@ The in-process loop and FLARE's controller drive the same object. ``accept`` may
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import re
 import shutil
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,9 @@ import numpy as np
 
 from crossward.federation.algebra import Algebra, total
 from crossward.federation.combine import Spooled, Sums, advance, combine_spooled, next_state, spool
-from crossward.federation.contract import ALL, Payload, Report, State, Tally
+from crossward.federation.contract import ALL, Payload, Plan, Report, State, Tally
 from crossward.federation.errors import BadInput, RunFailure, StorageFailure
+from crossward.federation.names import check_site_name
 from crossward.federation.scopes import layout_digest, tensors_digest
 from crossward.federation.seeds import derive
 from crossward.federation.storage import read_tensors, write_tensors
@@ -28,7 +29,6 @@ VALIDATION_COUNT = "validation/n"
 VALIDATION_CORRECT = "validation/correct"
 
 _CHECKPOINT_FORMAT = "crossward.checkpoint/1"
-_SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Coordinator:
@@ -43,6 +43,7 @@ class Coordinator:
         seed: decides who is invited under partial participation.
         participation: the part of the sites that is invited to each round.
         quorum: how many reports a round needs; all the invited ones if not given.
+        study: digest of what is run; a checkpoint of another study is refused.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class Coordinator:
         seed: int,
         participation: float = 1.0,
         quorum: int | None = None,
+        study: str = "",
     ) -> None:
         for site in sites:
-            if not _SITE_NAME.fullmatch(site):
-                raise BadInput(f"'{site}' cannot name a site: use letters, digits, '.', '_' and '-', 64 at most")
+            check_site_name(site)
         if not sites or len(set(sites)) < len(sites):
             raise BadInput("a run needs at least one site, and every site once")
         if quorum is not None and quorum < 1:
@@ -75,6 +76,7 @@ class Coordinator:
         self.history: list[dict[str, Any]] = []
         self._folder = folder
         self._seed = seed
+        self._identity = hashlib.sha256(f"{layout_digest(algebra.sent)} {study}".encode()).hexdigest()
         self._invitations = max(1, math.ceil(participation * len(sites) - 1e-9))
         self.quorum = min(quorum or self._invitations, self._invitations)
         self._lock = threading.Lock()
@@ -183,9 +185,8 @@ class Coordinator:
     def _combine(self) -> State:
         if self._plan is None:
             spooled = [self._spooled[site] for site in self.reported]
-            after, _ = combine_spooled(self.algebra, self.state, spooled, self._round)
-            return after
-        after = next_state(self.state, self._round)
+            return combine_spooled(self.algebra, self.state, spooled, self._round)
+        after = next_state(self.state, self._plan)
         advance(self.algebra, self.state, self._sums, self._plan, after)
         return after
 
@@ -203,8 +204,11 @@ class Coordinator:
         if not math.isfinite(score):
             raise RunFailure(f"round {self.state.round_number}: the sites' validation counts are not finite numbers")
         self.scores[self.state.round_number] = score
-        self.best_round = max(self.scores, key=lambda number: (self.scores[number], -number))
+        self.best_round = self._best()
         return score
+
+    def _best(self) -> int | None:
+        return max(self.scores, key=lambda number: (self.scores[number], -number), default=None)
 
     def _write_checkpoint(self, state: State, history: Sequence[Mapping[str, Any]]) -> None:
         tensors = {f"*/{name}": tensor for name, tensor in state.tensors.items()}
@@ -212,7 +216,8 @@ class Coordinator:
             tensors.update({f"{site}/{name}": tensor for name, tensor in own.items()})
         metadata = {
             "format": _CHECKPOINT_FORMAT,
-            "layout": layout_digest(self.algebra.sent),
+            "study": self._identity,
+            "plan": state.plan.to_json() if state.plan else "",
             "round": str(state.round_number),
             "scores": json.dumps(self.scores, allow_nan=False),
             "history": json.dumps(history, allow_nan=False),
@@ -228,16 +233,17 @@ class Coordinator:
         if not self.checkpoint_path.exists():
             return False
         tensors, metadata = read_tensors(self.checkpoint_path)
-        if metadata.get("format") != _CHECKPOINT_FORMAT or metadata.get("layout") != layout_digest(self.algebra.sent):
-            raise StorageFailure(f"{self.checkpoint_path} belongs to another model or version; start a new run folder")
-        state = State(int(metadata["round"]), {})
+        if metadata.get("format") != _CHECKPOINT_FORMAT or metadata.get("study") != self._identity:
+            raise StorageFailure(f"{self.checkpoint_path} belongs to another study or version; start a new run folder")
+        plan = Plan.from_json(metadata["plan"]) if metadata["plan"] else None
+        state = State(int(metadata["round"]), {}, plan=plan)
         for key, tensor in tensors.items():
             slot, name = key.split("/", 1)
             (state.tensors if slot == "*" else state.personal.setdefault(slot, {}))[name] = tensor
         self.state = state
         self.history = json.loads(metadata["history"])
         self.scores = {int(number): score for number, score in json.loads(metadata["scores"]).items()}
-        self.best_round = max(self.scores, key=lambda n: (self.scores[n], -n)) if self.scores else None
+        self.best_round = self._best()
         shutil.rmtree(self._folder / "spool", ignore_errors=True)
         self._begin()
         return True

@@ -14,10 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossward.federation.contract import ALL, Needs, Summed, Tally, Tensors, Vector
-
-SAMPLES = "n"
-"""Tally key of the number of training samples."""
+from crossward.federation.contract import ALL, SAMPLES, Needs, Summed, Tally, Tensors, Vector
 
 
 class Rule(ABC):

@@ -13,4 +13,4 @@ def derive(seed: int, *parts: str | int) -> int:
     if any("\0" in part for part in parts if isinstance(part, str)):
         raise ValueError("a name in a seed cannot contain a null character")
     text = "\0".join(f"{type(part).__name__}:{part}" for part in (seed, *parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1

@@ -74,6 +74,16 @@ def _explain(path: Path, error: OSError) -> str:
     return f"could not write {path} ({error.strerror or error}): {kept}"
 
 
+def private_folder(folder: Path) -> Path:
+    """Make a folder that only its owner can look into."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise StorageFailure(f"the folder {folder} cannot be used: {error.strerror}") from error
+    return folder
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON atomically; a number that is not finite is an error, not a NaN in the file."""
     text = json.dumps(content, indent=2, allow_nan=False)

@@ -20,6 +20,7 @@ from crossward.imaging.spoiled import KINDS, spoiled_film
 Progress = Callable[[str, int, int], None]
 
 LABEL_COLUMNS = ("file", "patient", "label")
+UNFINISHED = ".partial"
 FEWEST_PATIENTS = 4
 USUAL_PATIENTS = 240
 NOTE = """Everything in this folder is computer-drawn.
@@ -92,7 +93,7 @@ def write_hospitals(
         films += _set_of_films("held-out/spoiled", "S", scanners, KINDS, held_out, seed)
 
     existed = out.exists()
-    partial = out / ".partial"
+    partial = out / UNFINISHED
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -114,6 +115,11 @@ def write_hospitals(
             ) from error
         raise
     return Hospitals(out, names, len(films), len({film.label.patient for film in films}), CLASSES)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds phantoms that were written to the end."""
+    return (folder / "PHANTOMS.txt").exists() and not (folder / UNFINISHED).exists()
 
 
 def _check(out: Path, *, sites: int, patients: int, seed: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from crossward.federation.errors import BadInput
+from crossward.federation.names import check_site_name
 
 TRAIN, VAL, TEST = 0, 1, 2
 
@@ -58,7 +59,10 @@ def choose_sites(known: Iterable[str], wanted: Sequence[str] | None) -> list[str
         raise BadInput(f"there is no site named {', '.join(unknown)}; choose from {', '.join(names)}")
     if wanted is not None and not wanted:
         raise BadInput(f"no site was chosen; choose from {', '.join(names)}")
-    return names if wanted is None else sorted(set(wanted))
+    chosen = names if wanted is None else sorted(set(wanted))
+    for name in chosen:
+        check_site_name(name)
+    return chosen
 
 
 def split_patients(

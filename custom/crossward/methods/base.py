@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crossward.federation.algebra import Algebra, Extra
-from crossward.federation.contract import State, Tensors
+from crossward.federation.contract import Plan, State, Tensors
 from crossward.federation.errors import BadInput
 from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, layout_of, mark
@@ -64,6 +65,7 @@ class Context:
         rounds: planned rounds.
         received: the tensors as received this round, on the training device.
         generator: for random numbers of the method; seeded anew for every (seed, site, round, step).
+        plan: of the round before, public to all sites; none in the first.
     """
 
     site: str
@@ -71,6 +73,7 @@ class Context:
     rounds: int
     received: Tensors
     generator: torch.Generator
+    plan: Plan | None = None
 
 
 @dataclass
@@ -103,9 +106,15 @@ class FeatureBlock(nn.Module):
     A filling marks its own scopes when it is built, and brings its own loss terms.
     """
 
-    def forward(self, stage: int, features: Tensor, notes: dict[str, Tensor]) -> Tensor:
-        """Transform the feature map after ``stage`` (from 0); ``notes`` carries tensors to the loss terms."""
-        del stage, notes
+    def forward(
+        self, stage: int, features: Tensor, notes: dict[str, Tensor], generator: torch.Generator | None
+    ) -> Tensor:
+        """Transform the feature map after ``stage`` (from 0).
+
+        ``notes`` carries tensors to the loss terms. Random numbers come from ``generator``; without one (at
+        inference) the same image gives the same answer.
+        """
+        del stage, notes, generator
         return features
 
     def terms(self, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
@@ -113,8 +122,24 @@ class FeatureBlock(nn.Module):
         return {}
 
 
-class SoftmaxHead(nn.Module):
-    """Plug point from pooled features to an answer; this filling is one linear layer with cross-entropy."""
+class Head(nn.Module, ABC):
+    """Plug point from pooled features to an answer. A filling marks its own scopes when it is built."""
+
+    @abstractmethod
+    def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        """Give the logits [b,K]."""
+
+    @abstractmethod
+    def terms(self, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """Give the head's loss terms."""
+
+    @abstractmethod
+    def predict(self, trace: Trace) -> Prediction:
+        """Turn a trace into an answer."""
+
+
+class SoftmaxHead(Head):
+    """The trivial filling: one linear layer with cross-entropy."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -139,23 +164,23 @@ class SoftmaxHead(nn.Module):
 class Model(nn.Module):
     """A backbone with a feature block and a head plugged in."""
 
-    def __init__(self, backbone: ResNet, block: FeatureBlock, head: SoftmaxHead) -> None:
+    def __init__(self, backbone: ResNet, block: FeatureBlock, head: Head) -> None:
         super().__init__()
         self.backbone = backbone
         self.block = block
         self.head = head
 
-    def forward(self, images: Tensor) -> Trace:
+    def forward(self, images: Tensor, generator: torch.Generator | None = None) -> Trace:
         notes: dict[str, Tensor] = {}
         features = self.backbone.stem(images)
         for index, stage in enumerate(self.backbone.stages):
-            features = self.block(index, stage(features), notes)
+            features = self.block(index, stage(features), notes, generator)
         pooled = features.mean(dim=(2, 3))
         return Trace(pooled, self.head(pooled, notes), notes)
 
 
 BlockFactory = Callable[[Task, ResNet], FeatureBlock]
-HeadFactory = Callable[[Task, int], SoftmaxHead]
+HeadFactory = Callable[[Task, int], Head]
 
 BLOCKS: dict[str, BlockFactory] = {"none": lambda task, backbone: FeatureBlock()}
 HEADS: dict[str, HeadFactory] = {"softmax": lambda task, features: SoftmaxHead(features, len(task.classes))}
@@ -176,24 +201,34 @@ class Method:
     coupled: ClassVar[frozenset[str]] = frozenset()
     """Loss terms whose value depends on the whole batch, which per-sample clipping cannot take as they are."""
 
-    def build(self, task: Task, *, block: str = "none", head: str = "softmax") -> Model:
-        """Build the model; the same task gives the same start at every site."""
+    block: ClassVar[str] = "none"
+    head: ClassVar[str] = "softmax"
+    """What this method plugs in where the study does not say."""
+
+    def build(self, task: Task, *, block: str | None = None, head: str | None = None) -> Model:
+        """Build the model, scopes included; the same task gives the same start at every site."""
+        block, head = block or self.block, head or self.head
         for plug, known in ((block, BLOCKS), (head, HEADS)):
             if plug not in known:
                 raise BadInput(f"there is no '{plug}' to plug in; there is: {', '.join(known)}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(task.seed, "start"))
-            backbone = ResNet(depth=task.depth, width=task.width, norm=task.norm, channels=task.channels)
-            model = Model(backbone, BLOCKS[block](task, backbone), HEADS[head](task, backbone.out_channels))
-        mark(backbone, parameters=Scope.SHARED, buffers=Scope.BUFFER)
-        self.place(model)
+            model = self.assemble(task, BLOCKS[block], HEADS[head])
+            self.place(model)
         return model
+
+    def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
+        """Put the parts together, each with its scopes; random numbers drawn here are the same at every site."""
+        backbone = ResNet(depth=task.depth, width=task.width, norm=task.norm, channels=task.channels)
+        mark(backbone, parameters=Scope.SHARED, buffers=Scope.BUFFER)
+        return Model(backbone, block(task, backbone), head(task, backbone.out_channels))
 
     def place(self, model: Model) -> None:
         """Change scopes where this method differs from sharing everything."""
 
-    def rules(self) -> Mapping[Scope, Rule]:
+    def rules(self, task: Task, model: Model) -> Mapping[Scope, Rule]:
         """The combining rule of each scope that leaves a site."""
+        del task, model
         return {Scope.SHARED: SampleMean(), Scope.BUFFER: SampleMean()}
 
     def extras(self, task: Task) -> Mapping[str, Extra]:
@@ -203,7 +238,7 @@ class Method:
 
     def algebra(self, task: Task, model: Model) -> Algebra:
         """Bind the model's layout to this method's rules."""
-        return Algebra(layout_of(model), self.rules(), self.extras(task))
+        return Algebra(layout_of(model), self.rules(task, model), self.extras(task))
 
     def start(self, task: Task, model: Model) -> State:
         """The common start, as the server holds it: round 0."""
@@ -221,7 +256,7 @@ class Method:
         return {}
 
     def describe(self, model: Model, batches: Iterable[Batch], context: Context) -> Tensors:
-        """Compute the extras after training, from one pass over the site's training batches."""
+        """Compute the extras after training, from one pass over the site's training batches in evaluation mode."""
         del model, batches, context
         return {}
 

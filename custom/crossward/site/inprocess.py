@@ -18,15 +18,22 @@ import torch
 
 from crossward.evaluate.facts import versions
 from crossward.evaluate.metrics import summarise
-from crossward.federation.contract import Payload, Report, Vector
+from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
 from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
-from crossward.federation.errors import BadInput, CrosswardError, RunFailure, SiteFailure, StorageFailure
+from crossward.federation.errors import (
+    BadInput,
+    CrosswardError,
+    PrivacyRefusal,
+    RunFailure,
+    SiteFailure,
+    StorageFailure,
+)
 from crossward.federation.storage import read_json, write_json
 from crossward.imaging.data import Cohort
 from crossward.methods.base import Method, Task
 from crossward.site.devices import Device
 from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant, Plugs
-from crossward.site.trainer import CORRECT, LOSS, SEEN, Training
+from crossward.site.trainer import Training
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,16 @@ class Study:
             "quorum": self.quorum,
         }
         return dict(json.loads(json.dumps(options)))
+
+    def digest(self) -> str:
+        """Hash the options: what has the same digest can be resumed."""
+        return hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def usual(cls, method: Method, cohort: Cohort, *, rounds: int, seed: int) -> Study:
+        """The study with default settings that suits a cohort."""
+        task = Task(classes=cohort.classes, channels=cohort.channels, size=cohort.size, rounds=rounds, seed=seed)
+        return cls(method=method, task=task, training=Training(seed=seed), plugs=Plugs())
 
 
 def simulate(
@@ -172,6 +189,7 @@ class _Run:
             seed=study.training.seed,
             participation=study.participation,
             quorum=study.quorum,
+            study=study.digest(),
         )
         self._folder = folder
         self._participants: dict[str, Participant] = {}
@@ -210,7 +228,7 @@ class _Run:
         number = coordinator.state.round_number + 1
         invited = coordinator.cohort(number)
         self._listen(Event("round", number, figures={"invited": list(invited)}))
-        outcomes = list(pool.map(self._train, invited))
+        outcomes = [self._accepted(outcome) for outcome in pool.map(self._train, invited)]
         facts: dict[str, Any] = {name: {"status": "absent"} for name in coordinator.sites}
         failures = [outcome for outcome in outcomes if isinstance(outcome, CrosswardError)]
         for name, outcome in zip(invited, outcomes, strict=True):
@@ -229,12 +247,11 @@ class _Run:
         self._assess(pool)
         coordinator.history[-1]["seconds"] = time.monotonic() - began
 
-    def _train(self, name: str) -> dict[str, Any] | CrosswardError:
+    def _train(self, name: str) -> tuple[Report, float] | CrosswardError:
         began = time.monotonic()
         number = self._coordinator.state.round_number + 1
         try:
             report = self._participants[name].train(self._coordinator.payload(name))
-            self._coordinator.accept(report)
         except StorageFailure:
             raise
         except CrosswardError as failure:
@@ -248,6 +265,17 @@ class _Run:
             )
             broken.__cause__ = error
             return self._failed(broken, number, name)
+        return report, time.monotonic() - began
+
+    def _accepted(self, outcome: tuple[Report, float] | CrosswardError) -> dict[str, Any] | CrosswardError:
+        """Hand a report to the coordinator, in the cohort's order, so that sums are the same in every run."""
+        if isinstance(outcome, CrosswardError):
+            return outcome
+        report, seconds = outcome
+        try:
+            self._coordinator.accept(report)
+        except PrivacyRefusal as refusal:
+            return self._failed(refusal, report.round_number, report.site)
         seen = max(1.0, float(report.tally[SEEN].item()))
         figures = {
             "status": "reported",
@@ -255,10 +283,10 @@ class _Run:
             "train_accuracy": float(report.tally[CORRECT].item()) / seen,
             "val_accuracy": None,
             "val_accuracy_as_received": None,
-            "seconds": time.monotonic() - began,
+            "seconds": seconds,
             "bytes_up": _nbytes(report),
         }
-        self._listen(Event("trained", number, name, figures))
+        self._listen(Event("trained", report.round_number, report.site, figures))
         return figures
 
     def _failed(self, failure: CrosswardError, number: int, name: str) -> CrosswardError:

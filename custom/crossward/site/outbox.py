@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,28 +10,30 @@ import numpy as np
 
 from crossward.federation.contract import Report
 from crossward.federation.errors import StorageFailure
-from crossward.federation.storage import read_tensors, write_tensors
+from crossward.federation.storage import private_folder, read_tensors, write_tensors
 
 _FORMAT = "crossward.report/1"
 _NAME = re.compile(r"report-(\d{4,})-[0-9a-f]+\.safetensors")
 
 
 class Outbox:
-    """One site's reports of one run, kept under (round, digest of the model received)."""
+    """One site's reports of one run, kept under (round, digest of the model received).
 
-    def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            os.chmod(folder, 0o700)
-        except OSError as error:
-            raise StorageFailure(f"the outbox {folder} cannot be used: {error.strerror}") from error
-        self._folder = folder
+    Args:
+        folder: made with mode 0700.
+        study: digest of what is run; a report of another study is not answered.
+    """
+
+    def __init__(self, folder: Path, *, study: str = "") -> None:
+        self._folder = private_folder(folder)
+        self._study = study
 
     def put(self, report: Report) -> None:
         """Write a report; when this returns, it is on disk."""
         metadata = {
             "format": _FORMAT,
             "site": report.site,
+            "study": self._study,
             "model": report.model,
             "tally": json.dumps({key: value.tolist() for key, value in report.tally.items()}, allow_nan=False),
         }
@@ -44,8 +45,8 @@ class Outbox:
         if not path.exists():
             return None
         update, metadata = read_tensors(path)
-        if metadata.get("format") != _FORMAT or metadata.get("model") != model:
-            raise StorageFailure(f"{path} is not a report for this model; move it away and try again")
+        if (metadata.get("format"), metadata.get("model"), metadata.get("study")) != (_FORMAT, model, self._study):
+            raise StorageFailure(f"{path} is not a report for this study and model; move it away and try again")
         tally = {key: np.array(value, dtype=np.float64) for key, value in json.loads(metadata["tally"]).items()}
         return Report(metadata["site"], round_number, model, update, tally)
 

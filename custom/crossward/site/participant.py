@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor
 
 from crossward.evaluate.metrics import score
-from crossward.federation.contract import Payload, Report, Vector
+from crossward.federation.contract import Payload, Report, Tensors, Vector
 from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT
-from crossward.federation.errors import PrivacyRefusal, SiteFailure
+from crossward.federation.errors import BadInput, PrivacyRefusal, SiteFailure
 from crossward.federation.scopes import Scope, layout_digest, names_in, tensors_digest
 from crossward.federation.seeds import derive
 from crossward.imaging.data import SiteData, Split, batches
@@ -29,10 +31,10 @@ VALIDATION_AS_RECEIVED = "validation/as_received"
 
 @dataclass(frozen=True)
 class Plugs:
-    """What is plugged into the model: a feature block and a head, by name."""
+    """What is plugged into the model: a feature block and a head, by name; the method's own where none is named."""
 
-    block: str = "none"
-    head: str = "softmax"
+    block: str | None = None
+    head: str | None = None
 
 
 class Participant:
@@ -59,6 +61,10 @@ class Participant:
         device: Device,
         plugs: Plugs,
     ) -> None:
+        found = (data.classes, tuple(data.train.images.shape[1:]))
+        wanted = (task.classes, (task.channels, task.size, task.size))
+        if found != wanted:
+            raise BadInput(f"{data.name}: the site's classes and image shape are {found}, and the study's are {wanted}")
         self.data = data
         self.method = method
         self._task = task
@@ -68,8 +74,10 @@ class Participant:
         self._algebra = method.algebra(task, self._model)
         self._local = names_in(self._algebra.layout, Scope.LOCAL)
         self._start = self._tensors(self._local)
-        self.vault = Vault(folder / "vault", layout=layout_digest(self._algebra.layout))
-        self.outbox = Outbox(folder / "outbox")
+        settings = json.dumps([method.name, asdict(method), asdict(task), asdict(training), asdict(plugs)])
+        study = hashlib.sha256(f"{layout_digest(self._algebra.layout)} {settings}".encode()).hexdigest()
+        self.vault = Vault(folder / "vault", study=study)
+        self.outbox = Outbox(folder / "outbox", study=study)
 
     @property
     def name(self) -> str:
@@ -101,11 +109,11 @@ class Participant:
         self._install(payload)
         received = {name: tensor.to(self._device.kind) for name, tensor in payload.tensors.items()}
         generator = torch.Generator(self._device.kind)
-        context = Context(self.name, round_number, self._task.rounds, received, generator)
+        context = Context(self.name, round_number, self._task.rounds, received, generator, payload.plan)
         tally = train_round(
             self._model, self.method, self.data.train, context, training=self._training, device=self._device
         )
-        update = {**self._update(payload), **self.method.describe(self._model, self._batches(self.data.train), context)}
+        update = {**self._update(payload), **self._extras(context)}
         report = Report(self.name, round_number, digest, update, {**tally, **self._algebra.measure(update)})
         self._algebra.check(report)
         self.vault.keep_local(round_number, self._tensors(self._local))
@@ -166,6 +174,12 @@ class Participant:
             name: value if layout[name].scope is Scope.PERSONAL else value - payload.tensors[name]
             for name, value in trained.items()
         }
+
+    def _extras(self, context: Context) -> Tensors:
+        self._model.eval()
+        with torch.inference_mode(), self._device.autocast():
+            extras = self.method.describe(self._model, self._batches(self.data.train), context)
+        return {name: tensor.float().cpu().clone() for name, tensor in extras.items()}
 
     def _refreshed(self) -> Model:
         seed = derive(self._training.seed, self.name, "refresh")

@@ -14,17 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from crossward.federation.contract import Vector
+from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, Vector
 from crossward.federation.errors import BadInput, SiteFailure
-from crossward.federation.rules import SAMPLES
 from crossward.federation.seeds import derive
 from crossward.imaging.data import Split, batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.site.devices import Device
-
-LOSS = "train/loss"
-SEEN = "train/seen"
-CORRECT = "train/correct"
 
 EVALUATION_BATCH = 256
 REFRESH_BATCH = 128
@@ -107,7 +102,7 @@ def train_round(
         context.generator.manual_seed(derive(training.seed, context.site, context.round_number, step))
         optimiser.zero_grad(set_to_none=True)
         with device.autocast():
-            trace = model(batch.images)
+            trace = model(batch.images, context.generator)
             terms = method.terms(model, trace, batch, context)
             loss = torch.stack([term.float().mean() for term in terms.values()]).sum()
             penalties = method.penalty(model, context)

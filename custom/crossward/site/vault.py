@@ -7,7 +7,6 @@ deleted: the local tensors of the round before stay until the next result has ar
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from crossward.federation.contract import Tensors
 from crossward.federation.errors import StorageFailure
-from crossward.federation.storage import read_tensors, write_tensors
+from crossward.federation.storage import private_folder, read_tensors, write_tensors
 
 _FORMAT = "crossward.vault/1"
 _NAME = re.compile(r"(local|model)-(\d{4,})\.safetensors")
@@ -26,17 +25,12 @@ class Vault:
 
     Args:
         folder: made with mode 0700; chosen by the site, never by a job.
-        layout: digest of the model's layout; files of another layout are refused.
+        study: digest of what is run, the model's layout included; files of another study are refused.
     """
 
-    def __init__(self, folder: Path, *, layout: str) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            os.chmod(folder, 0o700)
-        except OSError as error:
-            raise StorageFailure(f"the vault {folder} cannot be used: {error.strerror}") from error
-        self._folder = folder
-        self._layout = layout
+    def __init__(self, folder: Path, *, study: str) -> None:
+        self._folder = private_folder(folder)
+        self._study = study
 
     def keep_local(self, round_number: int, tensors: Tensors) -> None:
         """Store the local tensors as they are after training in a round."""
@@ -78,10 +72,10 @@ class Vault:
         return sorted(int(match[2]) for match in found if match and match[1] == kind)
 
     def _write(self, path: Path, tensors: Tensors) -> None:
-        write_tensors(path, tensors, {"format": _FORMAT, "layout": self._layout})
+        write_tensors(path, tensors, {"format": _FORMAT, "study": self._study})
 
     def _read(self, path: Path) -> dict[str, Tensor]:
         tensors, metadata = read_tensors(path)
-        if metadata.get("format") != _FORMAT or metadata.get("layout") != self._layout:
-            raise StorageFailure(f"{path} was written for another model or version; it is left as it is, and not used")
+        if metadata.get("format") != _FORMAT or metadata.get("study") != self._study:
+            raise StorageFailure(f"{path} was written for another study or version; it is left as it is, and not used")
         return tensors
