@@ -318,6 +318,6 @@ def test_a_report_of_another_study_is_not_answered(tmp_path: Path) -> None:
 
 def test_a_site_with_other_classes_than_the_study_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     data = replace(made_up_site("alder"), classes=("mass", "clear", "nodule"))
-    with pytest.raises(BadInput, match="alder.*mass"):
+    with pytest.raises(BadInput, match=r"alder.*mass"):
         made_up_participant(tmp_path / "site", data=data)
     assert not (tmp_path / "site").exists()

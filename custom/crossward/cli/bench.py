@@ -72,7 +72,7 @@ def training(
 @app.command("skew")
 def skew(
     data: Annotated[Path, typer.Option(help="Folder of hospitals, or a pack.")],
-    rounds: Annotated[int, typer.Option(help="Rounds of two epochs of local training.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Rounds of two epochs of local training.")] = 16,
     seed: Annotated[int, typer.Option()] = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,9 @@ from crossward.federation.rules import Rule
 from crossward.federation.scopes import Scope
 from crossward.federation.storage import TensorFile, write_tensors
 from crossward.methods import Task, create
+
+SERVER_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""How a server is started: glibc then gives large tensors back to the system when they are freed."""
 
 _DISTINCT_REPORTS = 4
 
@@ -48,7 +52,7 @@ class CosineMean(Rule):
 def in_own_process(sites: int, *, depth: int, gram: bool) -> dict[str, Any]:
     """Run the measurement in a fresh process, so that its peak memory is its own."""
     command = [sys.executable, "-m", "crossward.cli.bench_combine", str(sites), str(depth), str(int(gram))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **SERVER_ALLOCATOR})
     if done.returncode:
         raise RunFailure(f"the measuring process failed: {done.stderr.strip().splitlines()[-1]}")
     return dict(json.loads(done.stdout))
