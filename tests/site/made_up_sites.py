@@ -17,9 +17,10 @@ from crossward.imaging.data import Cohort, SiteData, Split
 from crossward.methods.base import Method, Task
 from crossward.methods.registry import create
 from crossward.site.devices import Device
-from crossward.site.inprocess import Event, Study, simulate
+from crossward.site.inprocess import Event, simulate
 from crossward.site.outbox import Outbox
 from crossward.site.participant import Participant, Plugs
+from crossward.site.study import Study
 from crossward.site.trainer import Training
 from crossward.site.vault import Vault
 

@@ -18,8 +18,9 @@ from crossward.federation.errors import BadInput, CrosswardError, RunFailure
 from crossward.federation.storage import read_tensors
 from crossward.imaging.data import Cohort
 from crossward.methods.registry import create
-from crossward.site.inprocess import Event, Study, simulate
+from crossward.site.inprocess import Event, simulate
 from crossward.site.participant import Plugs
+from crossward.site.study import Study
 
 HOLD = """
 import sys

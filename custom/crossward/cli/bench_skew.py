@@ -17,7 +17,8 @@ from crossward.imaging.data import Cohort, Split, load
 from crossward.imaging.skew import linear_accuracy, match_histogram, plain_numbers
 from crossward.methods import create
 from crossward.site.devices import Device
-from crossward.site.inprocess import Study, simulate
+from crossward.site.inprocess import simulate
+from crossward.site.study import Study
 from crossward.site.trainer import correct_count
 
 

@@ -15,7 +15,8 @@ from crossward.evaluate.metrics import score
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.skew import linear_probabilities, plain_numbers
 from crossward.methods import create
-from crossward.site.inprocess import Study, simulate
+from crossward.site.inprocess import simulate
+from crossward.site.study import Study
 
 
 def run(

@@ -16,7 +16,7 @@ from crossward.cli.simulate import check_folder, run_study
 from crossward.imaging.data import load
 from crossward.imaging.phantom import is_whole, write_hospitals
 from crossward.methods import create
-from crossward.site.inprocess import Study
+from crossward.site.study import Study
 
 
 def poc(

@@ -19,9 +19,9 @@ from crossward.federation.errors import BadInput
 from crossward.imaging.data import Cohort, load
 from crossward.methods import Task, create
 from crossward.methods.base import BLOCKS, HEADS
-from crossward.site.inprocess import Study
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
+from crossward.site.study import Study
 from crossward.site.trainer import Training
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import numpy as np
 
 from crossward.federation.errors import BadInput, StorageFailure
 from crossward.imaging.anatomy import CLASSES, Array, draw_chest, draw_finding, draw_person
+from crossward.imaging.folder import COLUMNS, HELD_OUT, LABELS, PHANTOM_NOTE
 from crossward.imaging.phantom_file import Label, write_film
 from crossward.imaging.scanner import Scanner, take_film
 from crossward.imaging.scanner_profiles import HOSPITAL_SCANNERS, UNSEEN_SCANNER
+from crossward.imaging.splits import Progress
 from crossward.imaging.spoiled import KINDS, spoiled_film
 
-Progress = Callable[[str, int, int], None]
-
-LABEL_COLUMNS = ("file", "patient", "label")
 UNFINISHED = ".partial"
 FEWEST_PATIENTS = 4
 USUAL_PATIENTS = 240
@@ -88,9 +86,9 @@ def write_hospitals(
         films += _set_of_films(name, name[-1].upper(), (scanner,), CLASSES, patients, seed)
     held_out = max(FEWEST_PATIENTS, patients // 2)
     if unseen:
-        films += _set_of_films("held-out/unseen-scanner", "U", (UNSEEN_SCANNER,), CLASSES, held_out, seed)
+        films += _set_of_films(f"{HELD_OUT}/unseen-scanner", "U", (UNSEEN_SCANNER,), CLASSES, held_out, seed)
     if spoiled:
-        films += _set_of_films("held-out/spoiled", "S", scanners, KINDS, held_out, seed)
+        films += _set_of_films(f"{HELD_OUT}/spoiled", "S", scanners, KINDS, held_out, seed)
 
     existed = out.exists()
     partial = out / UNFINISHED
@@ -119,7 +117,7 @@ def write_hospitals(
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder holds phantoms that were written to the end."""
-    return (folder / "PHANTOMS.txt").exists() and not (folder / UNFINISHED).exists()
+    return (folder / PHANTOM_NOTE).exists() and not (folder / UNFINISHED).exists()
 
 
 def _check(out: Path, *, sites: int, patients: int, seed: int) -> None:
@@ -164,11 +162,11 @@ def _write_all(root: Path, films: list[_Film], progress: Progress | None) -> Non
         if progress is not None:
             progress("films", done, len(films))
     for folder, lines in rows.items():
-        with (root / folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
+        with (root / folder / LABELS).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(LABEL_COLUMNS)
+            writer.writerow(COLUMNS)
             writer.writerows(lines)
-    (root / "PHANTOMS.txt").write_text(NOTE, encoding="utf-8")
+    (root / PHANTOM_NOTE).write_text(NOTE, encoding="utf-8")
 
 
 def _draw(film: _Film) -> Array:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from crossward.federation.errors import BadInput, StorageFailure
+from crossward.imaging.folder import HELD_OUT, LABELS, PHANTOM_NOTE
 from crossward.imaging.read import Film, read_image
 
 TILE = 132
@@ -36,8 +37,8 @@ def contact_sheet(folder: Path, out: Path, *, per_class: int = 3, seed: int = 0)
     """
     if per_class < 1:
         raise BadInput(f"{per_class} films per class cannot be shown: choose 1 or more")
-    sets = sorted(folder.glob("hospital-*/labels.csv")) + sorted(folder.glob("held-out/*/labels.csv"))
-    if not sets or not (folder / "PHANTOMS.txt").is_file():
+    sets = sorted(folder.glob(f"hospital-*/{LABELS}")) + sorted(folder.glob(f"{HELD_OUT}/*/{LABELS}"))
+    if not sets or not (folder / PHANTOM_NOTE).is_file():
         raise BadInput(f"{folder} holds no made-up hospitals: write them with `crossward data phantom` first")
     rng = np.random.default_rng(seed)
     strips = [_strip(labels, per_class, rng) for labels in sets]

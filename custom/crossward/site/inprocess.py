@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +17,17 @@ from crossward.evaluate.metrics import summarise
 from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
 from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
 from crossward.federation.errors import (
-    BadInput,
     CrosswardError,
     PrivacyRefusal,
     RunFailure,
     SiteFailure,
     StorageFailure,
 )
-from crossward.federation.storage import read_json, write_json
 from crossward.imaging.data import Cohort
-from crossward.methods.base import Method, Task
 from crossward.site.devices import Device
-from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant, Plugs
-from crossward.site.trainer import Training
+from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant
+from crossward.site.runfolder import claim, owned
+from crossward.site.study import Study
 
 
 @dataclass(frozen=True)
@@ -47,40 +41,6 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """Everything that decides the result of a run; stored in its folder, and compared when it is resumed."""
-
-    method: Method
-    task: Task
-    training: Training
-    plugs: Plugs
-    participation: float = 1.0
-    quorum: int | None = None
-
-    def options(self) -> dict[str, Any]:
-        """The options as plain values."""
-        options = {
-            "method": {"name": self.method.name, **asdict(self.method)},
-            "task": asdict(self.task),
-            "training": asdict(self.training),
-            "plugs": asdict(self.plugs),
-            "participation": self.participation,
-            "quorum": self.quorum,
-        }
-        return dict(json.loads(json.dumps(options)))
-
-    def digest(self) -> str:
-        """Hash the options: what has the same digest can be resumed."""
-        return hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode()).hexdigest()
-
-    @classmethod
-    def usual(cls, method: Method, cohort: Cohort, *, rounds: int, seed: int) -> Study:
-        """The study with default settings that suits a cohort."""
-        task = Task(classes=cohort.classes, channels=cohort.channels, size=cohort.size, rounds=rounds, seed=seed)
-        return cls(method=method, task=task, training=Training(seed=seed), plugs=Plugs())
 
 
 def simulate(
@@ -107,66 +67,9 @@ def simulate(
         CrosswardError: a round could not be completed; the run can be resumed.
     """
     run = _Run(cohort, study, folder, jobs=jobs, listen=listen)
-    with _owned(folder):
-        _claim(folder, study, cohort, resume=resume)
+    with owned(folder):
+        claim(folder, study, cohort, resume=resume)
         return run.run()
-
-
-@contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Hold the run folder for this process alone."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
-    except OSError as error:
-        raise BadInput(f"cannot write to {folder} ({error.strerror}); choose another --out") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
-    try:
-        # A process that was killed while it wrote leaves its half-written file, which nobody else is writing now.
-        for leftover in folder.rglob(".*.part"):
-            leftover.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
-    """Write down what is run here, or check that it is what was run here before."""
-    description = {"options": study.options(), "sites": {name: _fingerprint(cohort, name) for name in cohort.sites}}
-    path = folder / "run.json"
-    if not path.exists():
-        if resume:
-            raise BadInput(f"there is no run to resume in {folder}; leave --resume out to start one")
-        write_json(path, description)
-        return
-    if not resume:
-        raise BadInput(f"{folder} holds a run already; add --resume to go on with it, or choose another --out")
-    difference = next(_differences(read_json(path), description, ""), None)
-    if difference is not None:
-        name, old, new = difference
-        raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options and data")
-
-
-def _fingerprint(cohort: Cohort, site: str) -> dict[str, Any]:
-    """Which images a site has in which split, so that a run is not resumed on others."""
-    data = cohort.sites[site]
-    listing = [[split.ids, split.patients, split.labels.tolist()] for split in (data.train, data.val, data.test)]
-    return {
-        "train": len(data.train),
-        "images": hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16],
-    }
-
-
-def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**now, **before}:
-            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
-    elif before != now:
-        yield name, before, now
 
 
 class _Run:

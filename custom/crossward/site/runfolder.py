@@ -1,0 +1,74 @@
+"""The folder of a run: held by one process at a time, and resumed only with what it was started with."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from crossward.federation.errors import BadInput
+from crossward.federation.storage import read_json, write_json
+from crossward.imaging.data import Cohort
+from crossward.site.study import Study
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this process alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise BadInput(f"cannot write to {folder} ({error.strerror}); choose another --out") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
+    try:
+        # A process that was killed while it wrote leaves its half-written file, which nobody else is writing now.
+        for leftover in folder.rglob(".*.part"):
+            leftover.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
+    """Write down what is run here, or check that it is what was run here before."""
+    description = {"options": study.options(), "sites": {name: _fingerprint(cohort, name) for name in cohort.sites}}
+    path = folder / "run.json"
+    if not path.exists():
+        if resume:
+            raise BadInput(f"there is no run to resume in {folder}; leave --resume out to start one")
+        write_json(path, description)
+        return
+    if not resume:
+        raise BadInput(f"{folder} holds a run already; add --resume to go on with it, or choose another --out")
+    difference = next(_differences(read_json(path), description, ""), None)
+    if difference is not None:
+        name, old, new = difference
+        raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options and data")
+
+
+def _fingerprint(cohort: Cohort, site: str) -> dict[str, Any]:
+    """Which images a site has in which split, so that a run is not resumed on others."""
+    data = cohort.sites[site]
+    listing = [[split.ids, split.patients, split.labels.tolist()] for split in (data.train, data.val, data.test)]
+    return {
+        "train": len(data.train),
+        "images": hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16],
+    }
+
+
+def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**now, **before}:
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield name, before, now
