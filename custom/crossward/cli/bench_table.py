@@ -16,6 +16,7 @@ from crossward.imaging.data import Cohort, load
 from crossward.imaging.skew import linear_probabilities, plain_numbers
 from crossward.methods import create
 from crossward.site.inprocess import simulate
+from crossward.site.runfolder import DESCRIPTION
 from crossward.site.study import Study
 
 
@@ -52,7 +53,7 @@ def _cell(cohort: Cohort, out: Path, method: str, *, seed: int, rounds: int, con
     study = Study.usual(create(method), cohort, rounds=rounds, seed=seed)
     console.print(f"{method}, seed {seed}", highlight=False)
     with RoundDisplay(console, rounds=rounds, sites=len(cohort.sites)) as display:
-        result = simulate(cohort, study, out, resume=(out / "run.json").exists(), listen=display)
+        result = simulate(cohort, study, out, resume=(out / DESCRIPTION).exists(), listen=display)
     write_result(finished, result)
     return result
 

@@ -46,9 +46,10 @@ def phantom(
     if as_json:
         typer.echo(json.dumps({**asdict(made), "folder": str(out), "sheet": picture and str(picture)}, indent=2))
         return
+    held_out = ", held-out sets included" if unseen or spoiled else ""
     console.print(
         f"{len(made.hospitals)} phantom hospitals in {out}: {made.patients} made-up patients, {made.files} DICOM "
-        f"files, findings {', '.join(made.classes)}. Computer-drawn: no patient is in them.",
+        f"files, findings {', '.join(made.classes)}{held_out}. Computer-drawn: no patient is in them.",
         soft_wrap=True,
     )
     if picture:

@@ -28,7 +28,6 @@ app.command("report")(report.report)
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 
-INTERRUPTED = 130
 BROKEN = 70
 
 
@@ -48,12 +47,6 @@ def main() -> None:
     except CrosswardError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        console.print(
-            "[yellow]stopped.[/] What was finished is kept: the same command with --resume goes on with a run."
-        )
-        # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
-        os._exit(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

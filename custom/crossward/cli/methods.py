@@ -30,15 +30,15 @@ def methods(
         typer.echo(json.dumps(rows, indent=2))
         return
     table = Table(title="Methods (ResNet-10, 4 classes)", title_justify="left", expand=False)
-    for heading in ("method", "what it is", "sent", "stays local", "normalisation", "options"):
+    for heading in ("method", "what it is", "values sent", "values local", "normalisation", "options"):
         table.add_column(heading, overflow="fold")
     for name, row in rows.items():
         options = ", ".join(f"{key}={value['default']}" for key, value in row["options"].items()) or "-"
         table.add_row(
             name,
             row["title"],
-            _millions(row["values_sent"]),
-            _millions(row["values"]["local"]),
+            _counted(row["values_sent"]),
+            _counted(row["values"]["local"]),
             row["normalisation"],
             options,
         )
@@ -82,5 +82,5 @@ def server_learns(algebra: Algebra) -> list[str]:
     return [what for what, sent in groups.items() if sent] + sorted(algebra.tallies)
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.2f} M" if count >= 10_000 else str(count)
+def _counted(count: int) -> str:
+    return f"{count:,}"

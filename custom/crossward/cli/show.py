@@ -38,6 +38,7 @@ def show_cohort(console: Console, cohort: Cohort) -> None:
 def show_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the table per site and the train-site by test-site matrix."""
     console.print(site_table(result))
+    console.print(f"Deployed: every hospital's model of round {result['best_round']}, chosen on validation images.")
     if (matrix := matrix_table(result)) is not None:
         console.print(matrix)
 

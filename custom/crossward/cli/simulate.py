@@ -21,8 +21,11 @@ from crossward.methods import Task, create
 from crossward.methods.base import BLOCKS, HEADS
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
+from crossward.site.runfolder import check_free
 from crossward.site.study import Study
 from crossward.site.trainer import Training
+
+INTERRUPTED = 130
 
 
 def simulate(
@@ -56,7 +59,7 @@ def simulate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json; everything else to stderr.")] = False,
 ) -> None:
-    """Train a federation in one process, with the methods, sites and files that FLARE runs too.
+    """Train a federation in one process, with the same methods, sites and files that will run on FLARE.
 
     Example: crossward simulate --method fedprox -o mu=0.1 --data phantoms --rounds 10 --out runs/fedprox
     """
@@ -72,6 +75,7 @@ def simulate(
         seed=seed,
     )
     check_folder(out)
+    check_free(out, resume=resume)
     console = Console(stderr=as_json)
     with counting(Console(stderr=True)) as progress:
         cohort = load(
@@ -113,8 +117,15 @@ def run_study(
     console: Console, cohort: Cohort, study: Study, out: Path, *, resume: bool, jobs: int | None
 ) -> dict[str, Any]:
     """Run a study with a progress display, write its result and report, and show them."""
-    with RoundDisplay(console, rounds=study.task.rounds, sites=len(cohort.sites)) as display:
-        result = run_in_process(cohort, study, out, resume=resume, jobs=jobs, listen=display)
+    try:
+        with RoundDisplay(console, rounds=study.task.rounds, sites=len(cohort.sites)) as display:
+            result = run_in_process(cohort, study, out, resume=resume, jobs=jobs, listen=display)
+    except KeyboardInterrupt:
+        Console(stderr=True).print(
+            f"stopped: finished rounds are kept in {out}; the command with --resume goes on", soft_wrap=True
+        )
+        # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
+        os._exit(INTERRUPTED)
     write_result(out / "result.json", result)
     write_report(out / "report.html", result, sample_images(cohort))
     show_result(console, result)

@@ -30,6 +30,7 @@ _NEEDED_OF_SITE = ("n_train", "n_test", "accuracy")
 _NEEDED_OF_ROUND = ("round", "sites")
 _NEEDED_OF_SUMMARY = ("avg", "std", "all", "worst_site")
 _NEEDED_OF_PRIVACY = ("secagg", "dp", "epsilon")
+_REMEDY = "give the folder of a finished run, or its result.json"
 _PACKAGES = ("torch", "monai", "numpy", "nvflare")
 
 
@@ -60,11 +61,9 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}; give the result.json of a finished run") from None
+        raise BadInput(f"cannot read {path}: {error.strerror}; {_REMEDY}") from None
     except ValueError:
-        raise BadInput(
-            f"{path} is not valid JSON with finite numbers; give the result.json of a finished run"
-        ) from None
+        raise BadInput(f"{path} is not valid JSON with finite numbers; {_REMEDY}") from None
     return checked(facts, what=str(path))
 
 
@@ -125,17 +124,15 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check(facts: Any, what: str) -> None:
     """Raises BadInput, naming the first thing that keeps `facts` from being a result."""
     if not isinstance(facts, dict):
-        raise BadInput(f"{what} is not a result: it has to be one JSON object; give the result.json of a finished run")
+        raise BadInput(f"{what} is not a result: it has to be one JSON object; {_REMEDY}")
     for key, kind in _NEEDED.items():
         _need(facts, (key,), what)
         if not isinstance(facts[key], kind) or isinstance(facts[key], bool):
-            raise BadInput(
-                f"{what} is not a result: {key!r} is of the wrong type; give the result.json of a finished run"
-            )
+            raise BadInput(f"{what} is not a result: {key!r} is of the wrong type; {_REMEDY}")
     _need(facts["summary"], _NEEDED_OF_SUMMARY, f"{what}, summary")
     _need(facts["privacy"], _NEEDED_OF_PRIVACY, f"{what}, privacy")
     if not facts["sites"]:
-        raise BadInput(f"{what} is not a result: it has no sites; give the result.json of a finished run")
+        raise BadInput(f"{what} is not a result: it has no sites; {_REMEDY}")
     for name, site in facts["sites"].items():
         _need(site, _NEEDED_OF_SITE, f"{what}, site {name!r}")
     for index, entry in enumerate(facts["rounds"], start=1):
@@ -157,7 +154,7 @@ def _check_matrix(matrix: Any, what: str) -> None:
 
 def _need(part: Any, keys: tuple[str, ...], what: str) -> None:
     if not isinstance(part, dict):
-        raise BadInput(f"{what} is not a result: an object was expected; give the result.json of a finished run")
+        raise BadInput(f"{what} is not a result: an object was expected; {_REMEDY}")
     for key in keys:
         if key not in part:
-            raise BadInput(f"{what} is not a result: {key!r} is missing; give the result.json of a finished run")
+            raise BadInput(f"{what} is not a result: {key!r} is missing; {_REMEDY}")

@@ -16,6 +16,8 @@ from crossward.federation.storage import read_json, write_json
 from crossward.imaging.data import Cohort
 from crossward.site.study import Study
 
+DESCRIPTION = "run.json"
+
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
@@ -39,17 +41,23 @@ def owned(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def check_free(folder: Path, *, resume: bool) -> None:
+    """Refuse to start a run where there is one, and to resume one where there is none."""
+    there = (folder / DESCRIPTION).exists()
+    if resume and not there:
+        raise BadInput(f"there is no run to resume in {folder}; leave --resume out to start one")
+    if there and not resume:
+        raise BadInput(f"{folder} holds a run already; add --resume to go on with it, or choose another --out")
+
+
 def claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
     """Write down what is run here, or check that it is what was run here before."""
     description = {"options": study.options(), "sites": {name: _fingerprint(cohort, name) for name in cohort.sites}}
-    path = folder / "run.json"
-    if not path.exists():
-        if resume:
-            raise BadInput(f"there is no run to resume in {folder}; leave --resume out to start one")
+    check_free(folder, resume=resume)
+    path = folder / DESCRIPTION
+    if not resume:
         write_json(path, description)
         return
-    if not resume:
-        raise BadInput(f"{folder} holds a run already; add --resume to go on with it, or choose another --out")
     difference = next(_differences(read_json(path), description, ""), None)
     if difference is not None:
         name, old, new = difference
