@@ -19,7 +19,7 @@ import numpy as np
 from crossward.federation.algebra import Algebra, total
 from crossward.federation.combine import Spooled, Sums, advance, combine_spooled, next_state, spool
 from crossward.federation.contract import ALL, Payload, Plan, Report, State, Tally
-from crossward.federation.errors import BadInput, RunFailure, StorageFailure
+from crossward.federation.errors import BadInput, OtherStudy, RunFailure
 from crossward.federation.names import check_site_name
 from crossward.federation.scopes import layout_digest, tensors_digest
 from crossward.federation.seeds import derive
@@ -210,7 +210,29 @@ class Coordinator:
     def _best(self) -> int | None:
         return max(self.scores, key=lambda number: (self.scores[number], -number), default=None)
 
+    def keep_best(self) -> None:
+        """Keep the current model beside the checkpoint while it is the best one, for sites that were away."""
+        if self.best_round == self.state.round_number:
+            self._write_state(self._best_path, self.state, {})
+
+    def best_payload(self, site: str) -> Payload:
+        """What a site received, or would have received, after the best round."""
+        if self.best_round in (None, self.state.round_number):
+            return self.payload(site)
+        return self._read_state(self._best_path)[0].payload(site, best_round=self.best_round)
+
+    @property
+    def _best_path(self) -> Path:
+        return self._folder / "best.safetensors"
+
     def _write_checkpoint(self, state: State, history: Sequence[Mapping[str, Any]]) -> None:
+        progress = {
+            "scores": json.dumps(self.scores, allow_nan=False),
+            "history": json.dumps(history, allow_nan=False),
+        }
+        self._write_state(self.checkpoint_path, state, progress)
+
+    def _write_state(self, path: Path, state: State, progress: Mapping[str, str]) -> None:
         tensors = {f"*/{name}": tensor for name, tensor in state.tensors.items()}
         for site, own in state.personal.items():
             tensors.update({f"{site}/{name}": tensor for name, tensor in own.items()})
@@ -219,10 +241,20 @@ class Coordinator:
             "study": self._identity,
             "plan": state.plan.to_json() if state.plan else "",
             "round": str(state.round_number),
-            "scores": json.dumps(self.scores, allow_nan=False),
-            "history": json.dumps(history, allow_nan=False),
+            **progress,
         }
-        write_tensors(self.checkpoint_path, tensors, metadata)
+        write_tensors(path, tensors, metadata)
+
+    def _read_state(self, path: Path) -> tuple[State, dict[str, str]]:
+        tensors, metadata = read_tensors(path)
+        if metadata.get("format") != _CHECKPOINT_FORMAT or metadata.get("study") != self._identity:
+            raise OtherStudy(f"{path} belongs to another study or version; start a new run folder")
+        plan = Plan.from_json(metadata["plan"]) if metadata["plan"] else None
+        state = State(int(metadata["round"]), {}, plan=plan)
+        for key, tensor in tensors.items():
+            slot, name = key.split("/", 1)
+            (state.tensors if slot == ALL else state.personal.setdefault(slot, {}))[name] = tensor
+        return state, metadata
 
     def resume(self) -> bool:
         """Go on from the checkpoint, if there is one.
@@ -232,15 +264,7 @@ class Coordinator:
         """
         if not self.checkpoint_path.exists():
             return False
-        tensors, metadata = read_tensors(self.checkpoint_path)
-        if metadata.get("format") != _CHECKPOINT_FORMAT or metadata.get("study") != self._identity:
-            raise StorageFailure(f"{self.checkpoint_path} belongs to another study or version; start a new run folder")
-        plan = Plan.from_json(metadata["plan"]) if metadata["plan"] else None
-        state = State(int(metadata["round"]), {}, plan=plan)
-        for key, tensor in tensors.items():
-            slot, name = key.split("/", 1)
-            (state.tensors if slot == "*" else state.personal.setdefault(slot, {}))[name] = tensor
-        self.state = state
+        self.state, metadata = self._read_state(self.checkpoint_path)
         self.history = json.loads(metadata["history"])
         self.scores = {int(number): score for number, score in json.loads(metadata["scores"]).items()}
         self.best_round = self._best()

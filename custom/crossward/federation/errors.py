@@ -51,6 +51,10 @@ class StorageFailure(CrosswardError):
     exit_code = 4
 
 
+class OtherStudy(StorageFailure):
+    """A file was written for another study or by another version; it is left as it is, and not used."""
+
+
 class PrivacyRefusal(CrosswardError):
     """Something would have left a site that may not leave it."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,11 @@ from crossward.imaging import folder, pack
 from crossward.imaging.splits import TEST, TRAIN, VAL, Listing, Progress, keep_patients
 
 SMALLEST_SIZE = 8
+Kind = Literal["dicom hospitals", "pack"]
+
+
+class TooFewImages(BadInput):
+    """A site that cannot be trained on or tested: no images in a part, one class only, or less than a batch."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Cohort:
 
     sites: dict[str, SiteData]
     classes: tuple[str, ...]
-    kind: Literal["dicom hospitals", "pack"]
+    kind: Kind
     channels: int
     size: int
     phantom: bool
@@ -86,6 +92,7 @@ def load(
     fraction: float = 1.0,
     lenient: bool = False,
     batch_size: int = 32,
+    channels: int | None = None,
     progress: Progress | None = None,
 ) -> Cohort:
     """Reads a folder of hospitals or a pack. Lists and labels are checked before the first picture is read.
@@ -99,6 +106,7 @@ def load(
         fraction: the part of the training patients to keep; validation and test stay whole.
         lenient: warn about sites that can hardly be trained on instead of refusing them.
         batch_size: a site needs at least so many training images.
+        channels: how many the images get, where a study says so; as many as the site with the most when not given.
         progress: called as progress(site, images read, images to read).
 
     Raises:
@@ -106,9 +114,7 @@ def load(
     """
     _check_options(size=size, fraction=fraction, batch_size=batch_size)
     kind = _kind(path)
-    listings = (
-        folder.listings(path, sites=sites, seed=seed) if kind == "dicom hospitals" else pack.listings(path, sites=sites)
-    )
+    listings = _listings(path, kind, sites=sites, seed=seed)
     chosen = _chosen_classes(listings, classes, declared=kind == "pack")
     warnings = _absent_classes(listings, chosen)
     rows = {}
@@ -117,7 +123,10 @@ def load(
         warnings += _check_site(listing, kept, lenient=lenient, batch_size=batch_size)
         rows[listing.site] = kept
     pictures = {listing.site: listing.read(rows[listing.site], size=size, progress=progress) for listing in listings}
-    channels = max(images.shape[1] for images, _ in pictures.values())
+    most = max(images.shape[1] for images, _ in pictures.values())
+    if channels is not None and most > channels:
+        raise BadInput("the images are in colour, and the study's are grey; export the study with --channels 3")
+    channels = channels or most
     return Cohort(
         sites={
             listing.site: _site_data(listing, rows[listing.site], *pictures.pop(listing.site), chosen, channels)
@@ -131,6 +140,49 @@ def load(
         source=str(path),
         warnings=tuple(warnings),
     )
+
+
+def labels_of(path: Path, name: str) -> Counter[str]:
+    """How many images of each label one site has; no image is opened."""
+    kind = _kind(path)
+    site = _site_in(path, name, kind)
+    return Counter(_listings(path, kind, sites=[site], seed=0)[0].labels)
+
+
+def _listings(path: Path, kind: Kind, *, sites: Sequence[str] | None, seed: int) -> list[Listing]:
+    if kind == "pack":
+        return pack.listings(path, sites=sites)
+    return folder.listings(path, sites=sites, seed=seed)
+
+
+def load_site(
+    path: Path, *, name: str, classes: Sequence[str], size: int, channels: int, seed: int, batch_size: int
+) -> Cohort:
+    """Reads one site's own data, as a cohort of that site alone under the name that the study knows it by.
+
+    Args:
+        path: this site's folder of DICOM with its labels, or a folder in which the site is found by its name.
+        name: of the site in the study.
+        classes: of the study, in its order.
+        size: height and width of the study's images.
+        channels: of the study's images.
+        seed: of the study; decides which patients are in which split.
+        batch_size: the site needs at least so many training images.
+
+    Raises:
+        BadInput: with what is wrong, where, and what to do.
+    """
+    site = _site_in(path, name, _kind(path))
+    cohort = load(path, size=size, classes=classes, sites=[site], seed=seed, batch_size=batch_size, channels=channels)
+    return replace(cohort, sites={name: replace(cohort.sites[site], name=name)})
+
+
+def _site_in(path: Path, name: str, kind: Kind) -> str:
+    """The only site of a folder, whatever it is called there, or the one with this name."""
+    found = list(folder.hospitals(path) if kind == "dicom hospitals" else pack.files_of(path))
+    if name in found or len(found) > 1:
+        return name
+    return found[0]
 
 
 def batches(
@@ -175,7 +227,7 @@ def _check_options(*, size: int, fraction: float, batch_size: int) -> None:
         raise BadInput(f"a batch of {batch_size} images cannot be trained on; choose a batch size of 1 or more")
 
 
-def _kind(path: Path) -> Literal["dicom hospitals", "pack"]:
+def _kind(path: Path) -> Kind:
     if not path.exists():
         raise BadInput(f"{path}: no such folder; check the path")
     if not path.is_dir():
@@ -259,7 +311,7 @@ def _check_site(listing: Listing, rows: NDArray[np.intp], *, lenient: bool, batc
     site = listing.site
     for part, name in ((TRAIN, "training"), (TEST, "test")):
         if counts[part] == 0:
-            raise BadInput(f"{site}: no {name} images; add patients or leave the site out with --sites")
+            raise TooFewImages(f"{site}: no {name} images; add patients or leave the site out with --sites")
     in_training = {listing.labels[row] for row in rows if listing.parts[row] == TRAIN}
     doubts = []
     remedy = "leave the site out with --sites, or go on with --lenient"
@@ -269,7 +321,7 @@ def _check_site(listing: Listing, rows: NDArray[np.intp], *, lenient: bool, batc
         doubts.append(f"{site}: {counts[TRAIN]} training images are fewer than a batch of {batch_size}")
         remedy = f"use a smaller --batch-size, {remedy}"
     if doubts and not lenient:
-        raise BadInput(f"{'; '.join(doubts)}; {remedy}")
+        raise TooFewImages(f"{'; '.join(doubts)}; {remedy}")
     if counts[VAL] == 0:
         doubts.append(f"{site}: no validation images, so the best round cannot be chosen on this site")
     return doubts

@@ -34,14 +34,20 @@ def is_pack(path: Path) -> bool:
     return any(path.glob("*.npz"))
 
 
-def listings(path: Path, *, sites: Sequence[str] | None) -> list[Listing]:
-    """Reads and checks the files of the sites asked for."""
+def files_of(path: Path) -> dict[str, Path]:
+    """The pack's files by site."""
     files: dict[str, Path] = {}
     for file in sorted(path.glob("*.npz")):
         site = SIZE_SUFFIX.sub("", file.stem)
         if site in files:
             raise BadInput(f"{site}: both {files[site].name} and {file.name} are this site's; keep one of them")
         files[site] = file
+    return files
+
+
+def listings(path: Path, *, sites: Sequence[str] | None) -> list[Listing]:
+    """Reads and checks the files of the sites asked for."""
+    files = files_of(path)
     groups = _groups(path / MANIFEST)
     return [_listing(site, files[site], groups) for site in choose_sites(files, sites)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from crossward.federation.contract import Report
-from crossward.federation.errors import StorageFailure
+from crossward.federation.errors import OtherStudy
 from crossward.federation.storage import private_folder, read_tensors, write_tensors
 
 _FORMAT = "crossward.report/1"
@@ -46,7 +46,7 @@ class Outbox:
             return None
         update, metadata = read_tensors(path)
         if (metadata.get("format"), metadata.get("model"), metadata.get("study")) != (_FORMAT, model, self._study):
-            raise StorageFailure(f"{path} is not a report for this study and model; move it away and try again")
+            raise OtherStudy(f"{path} is not a report for this study and model; move it away and try again")
         tally = {key: np.array(value, dtype=np.float64) for key, value in json.loads(metadata["tally"]).items()}
         return Report(metadata["site"], round_number, model, update, tally)
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,25 +18,51 @@ from crossward.imaging.data import Cohort
 from crossward.site.study import Study
 
 DESCRIPTION = "run.json"
+_PAUSE = 0.5
+
+
+def hold(lock: Path, *, patience: float = 0.0) -> int:
+    """Take a lock for this process alone; closing the descriptor that it gives lets go of it.
+
+    Args:
+        lock: the file to lock, made if it is not there.
+        patience: seconds to wait for another process that holds it, which may be about to end.
+
+    Raises:
+        BlockingIOError: another process holds it still.
+    """
+    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                os.close(descriptor)
+                raise
+            time.sleep(_PAUSE)
+        else:
+            return descriptor
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove the half-written files of a process that was killed; only for who holds the folder."""
+    for leftover in folder.rglob(".*.part"):
+        leftover.unlink(missing_ok=True)
 
 
 @contextmanager
-def owned(folder: Path) -> Iterator[None]:
+def owned(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
     """Hold the run folder for this process alone."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        lock = hold(folder / ".lock", patience=patience)
+    except BlockingIOError:
+        raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
     except OSError as error:
         raise BadInput(f"cannot write to {folder} ({error.strerror}); choose another --out") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
-    try:
-        # A process that was killed while it wrote leaves its half-written file, which nobody else is writing now.
-        for leftover in folder.rglob(".*.part"):
-            leftover.unlink(missing_ok=True)
+        clear_leftovers(folder)
         yield
     finally:
         os.close(lock)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from crossward.federation.errors import BadInput, CrosswardError
 from crossward.imaging.data import Cohort
 from crossward.methods.base import Method, Task
+from crossward.methods.registry import create
 from crossward.site.participant import Plugs
 from crossward.site.trainer import Training
 
@@ -27,7 +30,8 @@ class Study:
     def options(self) -> dict[str, Any]:
         """The options as plain values."""
         options = {
-            "method": {"name": self.method.name, **asdict(self.method)},
+            "method": self.method.name,
+            "options": asdict(self.method),
             "task": asdict(self.task),
             "training": asdict(self.training),
             "plugs": asdict(self.plugs),
@@ -35,6 +39,32 @@ class Study:
             "quorum": self.quorum,
         }
         return dict(json.loads(json.dumps(options)))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Study:
+        """Make the study that ``options()`` described.
+
+        Raises:
+            BadInput: a part is missing, unknown, or of the wrong kind.
+        """
+        try:
+            given = dict(options)
+            task = dict(given.pop("task"))
+            study = cls(
+                method=create(given.pop("method"), **given.pop("options")),
+                task=Task(**{**task, "classes": tuple(task["classes"])}),
+                training=Training(**given.pop("training")),
+                plugs=Plugs(**given.pop("plugs")),
+                participation=float(given.pop("participation", 1.0)),
+                quorum=given.pop("quorum", None),
+            )
+        except CrosswardError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadInput(f"the study cannot be understood: {error}; write it with: crossward job export") from error
+        if given:
+            raise BadInput(f"the study has a part that this version does not know: {', '.join(sorted(given))}")
+        return study
 
     def digest(self) -> str:
         """Hash the options: what has the same digest can be resumed."""

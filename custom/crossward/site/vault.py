@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from crossward.federation.contract import Tensors
-from crossward.federation.errors import StorageFailure
+from crossward.federation.errors import OtherStudy
 from crossward.federation.storage import private_folder, read_tensors, write_tensors
 
 _FORMAT = "crossward.vault/1"
@@ -77,5 +77,5 @@ class Vault:
     def _read(self, path: Path) -> dict[str, Tensor]:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != _FORMAT or metadata.get("study") != self._study:
-            raise StorageFailure(f"{path} was written for another study or version; it is left as it is, and not used")
+            raise OtherStudy(f"{path} was written for another study or version; it is left as it is, and not used")
         return tensors

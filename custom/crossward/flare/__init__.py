@@ -1,0 +1,1 @@
+"""The same federation on NVIDIA FLARE: the only room, beside the command, that knows FLARE."""

@@ -1,0 +1,96 @@
+"""The gate: the one filter at a site. Everything that leaves the site passes it, built anew from a whitelist.
+
+What may leave is worked out here from the signed job's study, and not asked of the code that made the answer. An
+answer with anything else in it is stopped whole, and the site's journal says so. The gate stops mistakes, changed
+or foreign answers; code that runs in the same process could get round it, which is why sites allow no code in jobs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
+
+from crossward.federation.errors import CrosswardError, PrivacyRefusal, StorageFailure
+from crossward.flare.names import EXECUTOR
+from crossward.flare.places import job_configuration, site_policy
+from crossward.site.declaration import Declaration, items_of
+from crossward.site.journal import Journal
+from crossward.site.messages import OK
+from crossward.site.study import Study
+
+JOURNAL = "journal.jsonl"
+_RETURN_CODES = frozenset(value for name, value in vars(ReturnCode).items() if name.isupper())
+
+
+class SiteGate(Filter):
+    """Lets declared answers out, and writes down what left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._job = ""
+        self._declaration: Declaration | None = None
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Give the answer that may leave.
+
+        Raises:
+            PrivacyRefusal: nothing leaves; FLARE tells the server no more than that a filter refused.
+        """
+        journal = Journal(site_policy(fl_ctx).state_root / JOURNAL)
+        task = str(fl_ctx.get_prop(FLContextKey.TASK_NAME, ""))
+        entry: dict[str, Any] = {"job": fl_ctx.get_job_id(), "task": task[:40]}
+        try:
+            rebuilt, answer = self._rebuilt(task, shareable, fl_ctx)
+        except Exception as error:
+            # Whatever goes wrong here, nothing leaves; only our own words are sure to hold no values.
+            reason = str(error) if isinstance(error, CrosswardError) else type(error).__name__
+            self.log_error(fl_ctx, f"the gate stopped an answer to '{task[:40]}': {reason}", fire_event=False)
+            journal.write({**entry, "left": False, "reason": reason})
+            raise PrivacyRefusal(f"the gate stopped an answer to '{task[:40]}': {reason}") from None
+        items = items_of(answer)
+        record = {**entry, "left": True, "bytes": sum(size for _, _, size in items), "items": items}
+        try:
+            journal.write(record)
+        except StorageFailure:
+            # A bare code holds nothing of the site's, and is how the server learns that the disk is full.
+            if answer.get("code", OK) == OK:
+                raise
+            self.log_error(fl_ctx, "the journal cannot be written; only a code leaves the site", fire_event=False)
+        return rebuilt
+
+    def _rebuilt(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> tuple[Shareable, dict[str, Any]]:
+        code = shareable.get_return_code()
+        if code != ReturnCode.OK:
+            if code not in _RETURN_CODES:
+                raise PrivacyRefusal("the answer's return code is not one of FLARE's")
+            return make_reply(code), {}
+        content = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
+        answer = self._whitelist(fl_ctx).rebuild(task, content)
+        rebuilt = Shareable()
+        rebuilt.update(answer)
+        rebuilt.set_return_code(ReturnCode.OK)
+        return rebuilt, answer
+
+    def _whitelist(self, fl_ctx: FLContext) -> Declaration:
+        job = fl_ctx.get_job_id()
+        if self._declaration is None or self._job != job:
+            self._declaration = Declaration(_study_of_job(fl_ctx))
+            self._job = job
+        return self._declaration
+
+
+def _study_of_job(fl_ctx: FLContext) -> Study:
+    try:
+        configuration = json.loads(job_configuration(fl_ctx).read_text(encoding="utf-8"))
+        (entry,) = configuration["executors"]
+        executor = entry["executor"]
+        if executor["path"] != EXECUTOR:
+            raise ValueError("another executor")
+        return Study.from_options(executor["args"]["study"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PrivacyRefusal("the job's configuration does not say what may leave the site") from error

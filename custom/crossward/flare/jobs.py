@@ -1,0 +1,211 @@
+"""FLARE job folders: configuration only, never code and never a path of a site."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from crossward.federation.errors import BadInput, StorageFailure
+from crossward.federation.storage import read_json, write_json
+from crossward.flare import names
+from crossward.methods.base import Task
+from crossward.methods.registry import available, create
+from crossward.site.participant import Plugs
+from crossward.site.study import Study
+from crossward.site.trainer import Training
+
+META: Final = "meta.json"
+SERVER: Final = "app/config/config_fed_server.json"
+CLIENT: Final = "app/config/config_fed_client.json"
+
+NOTES: Final = "crossward"
+"""Our own entry in a job's metadata, which FLARE keeps and lists as it is.
+
+A job whose server was killed stays RUNNING in FLARE's store and cannot be downloaded any more: the study is noted
+here so that such a job can be written anew.
+"""
+
+PHANTOM_CLASSES: Final = ("effusion", "nodule", "normal", "pneumothorax")
+SMALLEST_FEDERATION: Final = 2
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long the server waits, in seconds.
+
+    Attributes:
+        join: for sites to read their images and answer the first task.
+        round: for a round, at the longest.
+        grace: for the rest of the sites once enough have reported.
+    """
+
+    join: int = 600
+    round: int = 7200
+    grace: int = 300
+
+    def __post_init__(self) -> None:
+        for name, seconds in asdict(self).items():
+            # FLARE's tasks take whole seconds, and 0 would mean for ever.
+            if isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 1:
+                raise BadInput(f"the time for '{name}' is {seconds}, and must be at least 1 second")
+
+
+def usual_study(method: str) -> Study:
+    """The study of the job folders that come with Crossward: the phantom hospitals with default settings."""
+    task = Task(classes=PHANTOM_CLASSES, channels=1, size=32, rounds=10)
+    return Study(method=create(method), task=task, training=Training(), plugs=Plugs(), quorum=SMALLEST_FEDERATION)
+
+
+def federated_methods() -> list[str]:
+    """The methods that have a job: all but training alone, for which nobody needs a server."""
+    return [name for name in available() if name != "local"]
+
+
+def export(
+    study: Study,
+    out: Path,
+    *,
+    timing: Timing,
+    min_sites: int,
+    gpus: int = 0,
+    name: str | None = None,
+    resume: str = "",
+) -> Path:
+    """Write the job folder of a study.
+
+    Args:
+        study: what to run.
+        out: folder to make; must not exist, or be empty.
+        timing: how long the server waits.
+        min_sites: sites that must be connected before FLARE starts the job.
+        gpus: GPUs that every site reserves for the job.
+        name: of the job in FLARE's lists; crossward-METHOD if not given.
+        resume: the run to go on with; empty for a new one.
+
+    Raises:
+        BadInput: the folder is occupied, or the numbers do not fit together.
+    """
+    _check(study, min_sites=min_sites, gpus=gpus)
+    meta = {
+        "name": name or f"crossward-{study.method.name}",
+        # FLARE applies @default to every site, which a job for all sites could not name one by one.
+        "resource_spec": {"@default": {"num_of_gpus": gpus}} if gpus else {},
+        "min_clients": min_sites,
+        "deploy_map": {"app": ["@ALL"]},
+        "scope": names.SCOPE,
+        NOTES: {
+            "digest": study.digest(),
+            "resume": resume,
+            "timing": asdict(timing),
+            "study": study.options(),
+        },
+    }
+    return _write(meta, out)
+
+
+def _check(study: Study, *, min_sites: int, gpus: int) -> None:
+    if min_sites < 1:
+        raise BadInput(f"a job for {min_sites} sites cannot run; --min-sites is at least 1")
+    if study.quorum is not None and not 1 <= study.quorum <= min_sites:
+        raise BadInput(
+            f"a round that needs {study.quorum} reports cannot close with {min_sites} sites; "
+            "choose a quorum from 1 to the number of sites the job starts with (--min-sites)"
+        )
+    if gpus < 0:
+        raise BadInput(f"{gpus} GPUs cannot be reserved; use 0 for none")
+
+
+def _write(meta: Mapping[str, Any], out: Path) -> Path:
+    """Write the three files of a job; both halves get the study from the notes in its metadata."""
+    notes = meta[NOTES]
+    if not _NAME.match(out.name):
+        raise BadInput(f"FLARE does not take a job folder called '{out.name}'; use letters, digits, dots and dashes")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise BadInput(f"{out} is there already and not empty; choose another --out")
+    except OSError as error:
+        raise BadInput(f"{out} cannot be looked into ({error.strerror}); choose another --out") from error
+    arguments = {"study": notes["study"], "timing": notes["timing"], "resume": notes["resume"]}
+    server = {
+        "format_version": 2,
+        # FLARE's default of 2 seconds would be added to every phase of a round.
+        "server": {"task_request_interval": 0.1},
+        "workflows": [{"id": "federation", "path": names.CONTROLLER, "args": arguments}],
+        "components": [],
+    }
+    executor = {"path": names.EXECUTOR, "args": {"study": notes["study"]}}
+    client = {
+        "format_version": 2,
+        "executors": [{"tasks": list(names.TASKS), "executor": executor}],
+        "components": [],
+        "task_data_filters": [],
+        "task_result_filters": [],
+    }
+    for path, content in ((META, dict(meta)), (SERVER, server), (CLIENT, client)):
+        write_json(out / path, content)
+    # Our writer makes private folders; a job holds no secret and is passed on.
+    (out / "app" / "config").chmod(0o755)
+    return out
+
+
+def read_study(job: Path) -> Study:
+    """Read the study of a job folder, and check that server, sites and metadata are given the same one.
+
+    Raises:
+        BadInput: it is not a job folder of Crossward, or was changed by hand in one place only.
+    """
+    meta = _part(job, META)
+    try:
+        server = _part(job, SERVER)["workflows"][0]["args"]["study"]
+        client = _part(job, CLIENT)["executors"][0]["executor"]["args"]["study"]
+        noted = notes_of(meta)
+        same = server == client == noted["study"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise BadInput(f"{job} is not a job of Crossward; write one with: crossward job export") from error
+    if not same:
+        raise BadInput(
+            f"{job} gives the server, the sites and {META} different studies; write it anew with: crossward job export"
+        )
+    study = Study.from_options(server)
+    if study.digest() != noted["digest"]:
+        raise BadInput(f"{job} was changed by hand, or by another version; write it anew with: crossward job export")
+    return study
+
+
+def _part(job: Path, name: str) -> dict[str, Any]:
+    try:
+        return read_json(job / name)
+    except StorageFailure as error:
+        raise BadInput(f"{job} is not a job folder: {error}. Write one with: crossward job export") from error
+
+
+def notes_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What Crossward noted in a job's metadata; empty for a job of somebody else."""
+    notes = meta.get(NOTES)
+    return dict(notes) if isinstance(notes, dict) else {}
+
+
+def with_resume(job: Path, run: str, out: Path) -> Path:
+    """Write a job folder anew, to go on with an earlier run."""
+    read_study(job)
+    return from_meta(_part(job, META), run, out)
+
+
+def from_meta(meta: Mapping[str, Any], run: str, out: Path) -> Path:
+    """Write a job folder from the metadata that FLARE keeps of it, to go on with an earlier run.
+
+    Raises:
+        BadInput: the job is not one of Crossward.
+    """
+    notes = notes_of(meta)
+    try:
+        kept = {key: meta[key] for key in ("name", "resource_spec", "min_clients", "deploy_map", "scope")}
+        noted = {key: notes[key] for key in ("digest", "timing", "study")}
+    except KeyError as error:
+        raise BadInput(f"the job's metadata does not hold its study ({error} is missing); submit it anew") from error
+    return _write({**kept, NOTES: {**noted, "resume": run}}, out)

@@ -1,0 +1,238 @@
+"""A site's side of a run: answers the server's tasks, and turns whatever goes wrong into a code.
+
+FLARE's executor hands every task to this object and sends back what it gives. It knows no transport, so that it can be
+tried without one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossward.federation.errors import (
+    BadInput,
+    CrosswardError,
+    OtherStudy,
+    PrivacyRefusal,
+    SiteFailure,
+    StorageFailure,
+)
+from crossward.federation.names import check_site_name
+from crossward.federation.storage import private_folder, write_json
+from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
+from crossward.site import messages
+from crossward.site.devices import Device
+from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN, Message
+from crossward.site.participant import Participant
+from crossward.site.policy import Policy
+from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
+from crossward.site.study import Study
+from crossward.site.troubles import Code, Refusal
+
+LOCK_PATIENCE = 20.0
+
+
+class Member:
+    """One site in one job.
+
+    Args:
+        name: of the site.
+        study: what the job asks for, as plain values; it is read when the first task arrives.
+        policy: the site's own.
+        patience: seconds to wait for another job at this site to end, before the site says that it is busy.
+    """
+
+    def __init__(self, name: str, study: Mapping[str, Any], policy: Policy, *, patience: float = LOCK_PATIENCE) -> None:
+        self.name = name
+        self._options = study
+        self._policy = policy
+        self._patience = patience
+        self._participant: Participant | None = None
+        self._run = ""
+        self._lock: int | None = None
+        self._log = logging.getLogger(f"crossward.site.{name}")
+        self._tasks = {JOIN: self._join, TRAIN: self._train, EVALUATE: self._evaluate, FINISH: self._finish}
+
+    def answer(self, task: str, message: Mapping[str, Any]) -> Message:
+        """Do what the server asks for; never raises, because an exception in a FLARE process can end the whole job."""
+        try:
+            if task not in self._tasks:
+                raise Refusal(Code.BAD_TASK)
+            return {"code": OK, **self._tasks[task](message)}
+        except Exception as error:
+            refusal = refusal_of(error)
+            self._log.error("%s, %s of round %s: %s", self.name, task, message.get("round"), _told(error, refusal))
+            if refusal.code is Code.INTERNAL:
+                self._log.exception("the unexpected error")
+            return messages.trouble(refusal)
+
+    def close(self) -> None:
+        """Let go of the site's state."""
+        self._participant = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _join(self, message: Mapping[str, Any]) -> Message:
+        self._admitted(message)
+        return {}
+
+    def _train(self, message: Mapping[str, Any]) -> Message:
+        participant = self._admitted(message)
+        payload = messages.unpack_payload(message)
+        answer: Message = {"round": payload.round_number + 1}
+        if payload.round_number:
+            answer["validation"] = participant.receive(payload)
+        return answer | messages.pack_report(participant.train(payload))
+
+    def _evaluate(self, message: Mapping[str, Any]) -> Message:
+        participant = self._admitted(message)
+        payload = messages.unpack_payload(message)
+        return {"round": payload.round_number, "validation": participant.receive(payload)}
+
+    def _finish(self, message: Mapping[str, Any]) -> Message:
+        participant = self._admitted(message)
+        best = int(message["round"])
+        if "tensors" in message:
+            # The site was away when the best round's model was handed out, so the server sends it once more.
+            participant.receive(messages.unpack_payload(message))
+        facts = participant.finish(best)
+        write_json(
+            self._policy.run_folder(self._run) / "result.json",
+            {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
+        )
+        answer: Message = {"round": best}
+        if self._policy.publish_scores and facts["n_test"] >= self._policy.minimum_cell:
+            answer["scores"] = _published(facts)
+        return answer
+
+    def _admitted(self, message: Mapping[str, Any]) -> Participant:
+        """This site's participant in the run, made with the first task: checks come before data are read."""
+        study = Study.from_options(self._options)
+        messages.check_address(message, study.digest())
+        run = _checked_run(message.get("run"))
+        if self._participant is not None and run == self._run:
+            return self._participant
+        folder = self._policy.run_folder(run)
+        self._take_lock()
+        cohort = self._load(study)
+        private_folder(folder)
+        clear_leftovers(folder)
+        try:
+            claim(folder, study, cohort, resume=(folder / DESCRIPTION).exists())
+        except BadInput as error:
+            raise Refusal(Code.DATA_CHANGED) from error
+        self._participant = Participant(
+            cohort.sites[self.name],
+            study.method,
+            study.task,
+            training=study.training,
+            folder=folder,
+            device=Device.best(),
+            plugs=study.plugs,
+        )
+        self._run = run
+        return self._participant
+
+    def _take_lock(self) -> None:
+        """Hold the site's state for this process alone; an earlier job of the site may still be ending."""
+        if self._lock is None:
+            try:
+                self._lock = hold(private_folder(self._policy.state_root) / "lock", patience=self._patience)
+            except BlockingIOError:
+                raise Refusal(Code.BUSY) from None
+
+    def _load(self, study: Study) -> Cohort:
+        root, task = self._policy.data_root, study.task
+        if root is None or not _has_files(root):
+            raise Refusal(Code.NO_DATA)
+        try:
+            labels = labels_of(root, self.name)
+            unknown = sum(count for label, count in labels.items() if label not in task.classes)
+            if unknown:
+                raise Refusal(Code.LABELS, unknown=unknown, images=labels.total())
+            return load_site(
+                root,
+                name=self.name,
+                classes=task.classes,
+                size=task.size,
+                channels=task.channels,
+                seed=task.seed,
+                batch_size=study.training.batch_size,
+            )
+        except TooFewImages as error:
+            raise Refusal(Code.TOO_FEW_IMAGES) from error
+        except BadInput as error:
+            raise Refusal(Code.UNREADABLE_DATA) from error
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """The code that stands for an error; whatever is not known to be something else is an internal error."""
+    if isinstance(error, Refusal):
+        return error
+    refusal = Refusal(_code_of(error))
+    refusal.__cause__ = error
+    return refusal
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is a disk without room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _code_of(error: BaseException) -> Code:
+    if is_disk_full(error):
+        return Code.DISK_FULL
+    for kinds, code in _CODES:
+        if isinstance(error, kinds):
+            return code
+    # PyTorch tells of memory that the processor could not give as a plain RuntimeError.
+    return Code.MEMORY if isinstance(error, RuntimeError) and "memory" in str(error) else Code.INTERNAL
+
+
+_CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
+    ((OtherStudy,), Code.OTHER_VAULT),
+    ((MemoryError, torch.OutOfMemoryError), Code.MEMORY),
+    ((SiteFailure,), Code.DIVERGED),
+    ((PrivacyRefusal,), Code.BAD_TASK),
+    ((StorageFailure, OSError), Code.STORAGE),
+    ((BadInput,), Code.STUDY),
+)
+
+
+def _checked_run(run: Any) -> str:
+    """A run's name becomes a folder's, so it may not lead out of it."""
+    try:
+        check_site_name(str(run))
+    except BadInput as error:
+        raise Refusal(Code.BAD_TASK) from error
+    return str(run)
+
+
+def _has_files(root: Path) -> bool:
+    try:
+        return any(root.iterdir())
+    except OSError:
+        return False
+
+
+def _told(error: BaseException, refusal: Refusal) -> str:
+    """For the site's own log: the code's words and the original ones."""
+    cause = error.__cause__ if isinstance(error, Refusal) else error
+    detail = f" ({cause})" if isinstance(cause, CrosswardError) else f" ({type(cause).__name__})" if cause else ""
+    return f"code {int(refusal.code)}: {refusal}{detail}"
+
+
+def _published(facts: Mapping[str, Any]) -> dict[str, float | None]:
+    scores = {name: facts.get(name) for name in messages.SCORES}
+    return {**scores, "accuracy_as_received": facts["as_received"]["accuracy"]}

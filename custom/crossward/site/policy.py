@@ -1,0 +1,60 @@
+"""What a site allows and where its things are: set by the site's administrator, never by a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crossward.site.troubles import Code, Refusal
+
+_KINDS: dict[str, type] = {"data_root": str, "state_root": str, "publish_scores": bool, "minimum_cell": int}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A site's own settings.
+
+    Attributes:
+        data_root: folder with this site's images; None where the administrator has not named one.
+        state_root: where vault, outbox and journal are kept, outside FLARE's run folders.
+        publish_scores: whether the server gets this site's scores on its test images.
+        minimum_cell: scores on fewer test images than this are not published.
+    """
+
+    data_root: Path | None
+    state_root: Path
+    publish_scores: bool = True
+    minimum_cell: int = 10
+
+    @classmethod
+    def from_properties(
+        cls, properties: Mapping[str, Any], *, kit: Path, data: str | None = None, state: str | None = None
+    ) -> Policy:
+        """Read the policy from a kit's privacy scope.
+
+        Args:
+            properties: of the scope; a relative path counts from the kit.
+            kit: the site's kit.
+            data: where the administrator named the data folder in the environment instead.
+            state: likewise for the state.
+
+        Raises:
+            Refusal: a setting is unknown or of the wrong kind: a policy that is not understood allows nothing.
+        """
+        for name, value in properties.items():
+            if name not in _KINDS or type(value) is not _KINDS[name]:
+                raise Refusal(Code.POLICY)
+        if properties.get("minimum_cell", 0) < 0:
+            raise Refusal(Code.POLICY)
+        named = data or properties.get("data_root") or None
+        return cls(
+            data_root=kit / named if named else None,
+            state_root=kit / (state or properties.get("state_root") or "state"),
+            **{name: properties[name] for name in ("publish_scores", "minimum_cell") if name in properties},
+        )
+
+    def run_folder(self, run: str) -> Path:
+        """Where this site keeps what belongs to a run."""
+        return self.state_root / "runs" / run

@@ -1,0 +1,167 @@
+"""The closed list of what can go wrong at a site or at the server: a code and numbers travel, never free text.
+
+The words are made where a person reads them, from the code and the numbers. What else is known about a failure stays
+in the log of the site where it happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from crossward.federation.errors import CrosswardError
+
+
+class Code(IntEnum):
+    """Numbers are part of the protocol: they are never reused for something else."""
+
+    VERSION = 10
+    STUDY = 11
+    NO_DATA = 12
+    UNREADABLE_DATA = 13
+    LABELS = 14
+    TOO_FEW_IMAGES = 15
+    POLICY = 16
+    BUSY = 17
+    DATA_CHANGED = 18
+    DIVERGED = 20
+    MEMORY = 21
+    INTERNAL = 22
+    BAD_TASK = 23
+    DISK_FULL = 30
+    STORAGE = 31
+    OTHER_VAULT = 32
+    NO_ANSWER = 40
+    NOT_EXECUTED = 41
+    QUORUM = 42
+    SERVER_DISK_FULL = 43
+    SERVER_STORAGE = 44
+    SERVER_INTERNAL = 45
+    NOT_RESUMABLE = 46
+    ABORTED = 47
+    GATE = 50
+    NOT_DECLARED = 51
+
+
+@dataclass(frozen=True)
+class _Words:
+    cause: str
+    remedy: str
+    numbers: tuple[str, ...] = ()
+
+
+_SITE_LOG = "The site's own log has the details"
+
+_WORDS: dict[Code, _Words] = {
+    Code.VERSION: _Words(
+        "the site runs another version of Crossward, or got another study than the server",
+        "Install the server's version at the site, and submit the job to all sites again",
+    ),
+    Code.STUDY: _Words(
+        "the site cannot build what the job asks for", f"Export the job with the installed version. {_SITE_LOG}"
+    ),
+    Code.NO_DATA: _Words(
+        "the site has no data folder, or an empty one",
+        "At the site: set data_root in local/privacy.json (or CROSSWARD_DATA) to the folder with labels.csv",
+    ),
+    Code.UNREADABLE_DATA: _Words(
+        "the site's images or its labels.csv cannot be read", f"{_SITE_LOG}, with the file's name"
+    ),
+    Code.LABELS: _Words(
+        "{unknown:.0f} of the site's {images:.0f} images have a label that is not one of the job's classes",
+        "Correct labels.csv at the site, or export the job with all the classes",
+        ("unknown", "images"),
+    ),
+    Code.TOO_FEW_IMAGES: _Words(
+        "the site has too few images to train and test on, or only one class", f"Add images. {_SITE_LOG}"
+    ),
+    Code.POLICY: _Words(
+        "the site's policy does not allow the job",
+        "The kit's local/privacy.json must define the scope 'crossward' with its gate; ask the site's administrator",
+    ),
+    Code.BUSY: _Words(
+        "another job is using the site's state", "Wait until that job has ended, then submit this one again"
+    ),
+    Code.DATA_CHANGED: _Words(
+        "the site's images are not those the run was started with", "Start a new run, or put the images back"
+    ),
+    Code.DIVERGED: _Words(
+        "training diverged: the loss or the model is not finite any more",
+        "Lower the learning rate or set a gradient clip in a new job; look for damaged images at the site",
+    ),
+    Code.MEMORY: _Words("the site ran out of memory", "Use a smaller batch size, or give the site more memory"),
+    Code.INTERNAL: _Words("the site met an unexpected error", f"{_SITE_LOG}; please report it"),
+    Code.BAD_TASK: _Words("the server sent the site something that the study does not declare", _SITE_LOG),
+    Code.DISK_FULL: _Words(
+        "the disk with the site's state is full; what was there before is untouched",
+        "Free some space at the site, then resume the run",
+    ),
+    Code.STORAGE: _Words("the site's state cannot be read or written", f"{_SITE_LOG}, with the file's name"),
+    Code.OTHER_VAULT: _Words(
+        "the site's vault was written for another study or by another version; it is left as it is",
+        "Start a new run, or install the version that wrote it",
+    ),
+    Code.NO_ANSWER: _Words(
+        "did not answer in time; its work for this round is not used",
+        "If it goes on: look whether the site's processes run and reach the server",
+        ("seconds",),
+    ),
+    Code.NOT_EXECUTED: _Words("FLARE could not carry out the task at the site", _SITE_LOG),
+    Code.QUORUM: _Words(
+        "only {reports:.0f} of the {needed:.0f} reports that a round needs came in; finished rounds are kept",
+        "Bring the missing sites back and resume the run",
+        ("reports", "needed"),
+    ),
+    Code.SERVER_DISK_FULL: _Words(
+        "the server's disk is full; finished rounds are kept", "Free some space at the server and resume the run"
+    ),
+    Code.SERVER_STORAGE: _Words("the server's state cannot be read or written", "The server's log names the file"),
+    Code.SERVER_INTERNAL: _Words("the server met an unexpected error", "The server's log has it; please report it"),
+    Code.NOT_RESUMABLE: _Words(
+        "there is no such run to resume at the server, or it was started with another study",
+        "Submit the job without resume, or with the options the run was started with",
+    ),
+    Code.ABORTED: _Words(
+        "the job was ended from outside before it was finished; finished rounds are kept", "Resume the run to go on"
+    ),
+    Code.GATE: _Words(
+        "the site's gate stopped the answer: it held something that may not leave the site",
+        "Nothing left. The site's journal and log name it; the site's software was changed or is faulty",
+    ),
+    Code.NOT_DECLARED: _Words(
+        "the server refused the site's report: it is not what the study declares", "The server's log names it"
+    ),
+}
+
+
+def numbers_of(code: Code) -> tuple[str, ...]:
+    """The names of the numbers that may travel with a code."""
+    return _WORDS[code].numbers
+
+
+def words(code: int, numbers: Mapping[str, float] | None = None) -> str:
+    """What a code means and what to do about it, in plain words; an unknown code says so."""
+    if code not in Code.__members__.values():
+        return f"an unknown code ({code}). The other side may run a newer version"
+    text = _WORDS[Code(code)]
+    known = {name: float((numbers or {}).get(name, float("nan"))) for name in text.numbers}
+    return f"{text.cause.format(**known)}. {text.remedy}"
+
+
+class Refusal(CrosswardError):
+    """Something that a site or the server cannot do, with the code that says why.
+
+    Args:
+        code: from the closed list.
+        site: whose it is, where that is not plain from the context.
+        numbers: those that the code has words for.
+    """
+
+    exit_code = 3
+
+    def __init__(self, code: Code, *, site: str | None = None, **numbers: float) -> None:
+        super().__init__(words(code, numbers))
+        self.code = code
+        self.site = site
+        self.numbers = {name: float(numbers[name]) for name in numbers_of(code) if name in numbers}
