@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from crossward.cli import bench_combine, bench_skew, bench_table, bench_training
+from crossward.cli import bench_combine, bench_flare, bench_skew, bench_table, bench_training
 from crossward.cli.simulate import parse_names
 from crossward.federation.errors import BadInput
 
@@ -67,6 +67,26 @@ def training(
     """
     rows = bench_training.against_bare_loop(width=width, size=size, repeats=repeats)
     show(rows, title="Training against a bare PyTorch loop", as_json=as_json)
+
+
+@app.command("flare")
+def flare(
+    sites: Annotated[str, typer.Option(help="Numbers of sites, with commas.")] = "4,8",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds a job.")] = 20,
+    method: Annotated[str, typer.Option(help="See: crossward methods.")] = "fedavg",
+    width: Annotated[float, typer.Option(help="Width of ResNet-10; 1 is the full one.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Seconds and bytes a round beside training, and memory by round, on real FLARE processes on this machine.
+
+    Example: crossward bench flare --sites 4,8 --rounds 20
+    """
+    screen = Console(stderr=True)
+    rows = [
+        bench_flare.measure(number, rounds=rounds, method=method, width=width, screen=screen)
+        for number in _numbers(sites)
+    ]
+    show(rows, title="A round on FLARE beside training", as_json=as_json)
 
 
 @app.command("skew")

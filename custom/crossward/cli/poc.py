@@ -1,49 +1,188 @@
-"""``crossward poc``, behind ./poc/run: the whole system on one machine."""
+"""``crossward poc``, behind ./poc/run: the whole system on one machine, in real FLARE processes."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console as Screen
 
-from crossward.cli.progress import counting
-from crossward.cli.show import show_cohort
-from crossward.cli.simulate import check_folder, run_study
-from crossward.imaging.data import load
+from crossward.cli import poc_systems
+from crossward.cli.progress import JobDisplay, counting
+from crossward.cli.show import sample_images, show_cohort, show_comparison, show_result
+from crossward.cli.simulate import INTERRUPTED, check_folder, parse_options
+from crossward.evaluate.facts import write_result
+from crossward.evaluate.report import write_report
+from crossward.federation.errors import RunFailure
+from crossward.flare.console import Console
+from crossward.flare.jobs import Timing, export
+from crossward.flare.kits import SiteKit
+from crossward.flare.system import LocalSystem
+from crossward.flare.watch import Outcome, Pace, follow
+from crossward.imaging.data import Cohort, load
 from crossward.imaging.phantom import is_whole, write_hospitals
 from crossward.methods import create
+from crossward.site.gathered import alone, gathered
 from crossward.site.study import Study
+
+_TIMING = Timing(join=300, round=1800, grace=20)
+_PACE = Pace(poll=0.5, process=10.0, settle=2.0)
+_READY = 90.0
 
 
 def poc(
     method: Annotated[str, typer.Option(help="See: crossward methods.")] = "fedbn",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 10,
     sites: Annotated[int, typer.Option(help="Phantom hospitals to make.")] = 4,
-    data: Annotated[Path | None, typer.Option(help="Use this folder of hospitals instead of phantoms.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Use this folder of hospitals, or pack, instead of phantoms.")
+    ] = None,
     workdir: Annotated[Path, typer.Option(help="Where phantoms and runs are kept.")] = Path("runs"),
+    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed, the same result.")] = 0,
+    compare: Annotated[bool, typer.Option(help="Also train every hospital alone, for comparison.")] = True,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the system up, and say how to use it.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Only stop what earlier runs left up in --workdir.")] = False,
 ) -> None:
-    """Make four phantom hospitals, train them together on this machine, and show what came of it.
+    """Make four phantom hospitals, train them together on FLARE on this machine, and show what came of it.
+
+    Every hospital and the server get a kit with certificates and run as processes of their own, over TLS.
 
     Example: ./poc/run --method fedavg --rounds 5
     """
-    chosen = create(method)
+    screen = Screen()
+    workdir = workdir.absolute()
     check_folder(workdir)
-    console = Console()
-    with counting(Console(stderr=True)) as progress:
+    poc_systems.stop_leftovers(workdir, screen, kept_ones_too=stop)
+    if stop:
+        return
+    chosen = create(method, **parse_options(option or []))
+    clock = Clock()
+    with counting(Screen(stderr=True)) as progress:
         if data is None:
             data = workdir / f"phantoms-{sites}-{seed}"
             if not is_whole(data):
                 shutil.rmtree(data, ignore_errors=True)
-                console.print(f"Drawing {sites} phantom hospitals as DICOM files in {data} ...", soft_wrap=True)
+                screen.print(f"Drawing {sites} phantom hospitals as DICOM files in {data} ...", soft_wrap=True)
                 write_hospitals(data, sites=sites, seed=seed, progress=progress)
         cohort = load(data, seed=seed, progress=progress)
-    show_cohort(console, cohort)
-    study = Study.usual(chosen, cohort, rounds=rounds, seed=seed)
+    show_cohort(screen, cohort)
+    clock.lap("images")
+    study = Study.usual(chosen, cohort, rounds=rounds, seed=seed, quorum=len(cohort.sites) // 2 + 1)
     out = workdir / f"poc-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    console.print(f"Training together with {chosen.title} ({method}), {rounds} rounds, in one process", soft_wrap=True)
-    run_study(console, cohort, study, out, resume=False, jobs=None)
+    with interruptible(), poc_systems.claimed(out):
+        run_on_flare(screen, cohort, study, data.absolute(), out, clock=clock, keep=keep, compare=compare)
+
+
+class Clock:
+    """Where the time went."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> float:
+        """Note the time since the last lap under a name."""
+        now = time.monotonic()
+        self.laps[name], self._last = now - self._last, now
+        return self.laps[name]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.laps.items())
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, with everything stopped on the way."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_on_flare(
+    screen: Screen,
+    cohort: Cohort,
+    study: Study,
+    data: Path,
+    out: Path,
+    *,
+    clock: Clock,
+    keep: bool,
+    compare: bool,
+) -> None:
+    """Make kits, start, run the job, show the result; whatever happens, no process stays behind unless asked."""
+    kits = {
+        name: SiteKit(data_root=data / name if (data / name).is_dir() else data, state_root=out / "sites" / name)
+        for name in cohort.sites
+    }
+    system = LocalSystem.make(out / "system", kits)
+    failed = True
+    try:
+        screen.print(f"Starting FLARE: a server and {len(kits)} hospitals on port {system.port} ...", soft_wrap=True)
+        system.start()
+        system.wait_until_ready(_READY)
+        screen.print(f"FLARE is ready after {clock.lap('starting FLARE'):.0f} s")
+        outcome = _run_job(screen, system, study, out)
+        clock.lap("job")
+        _show(screen, cohort, study, outcome, out, clock=clock, compare=compare)
+        failed = False
+        if keep:
+            poc_systems.keep(system, screen)
+    except KeyboardInterrupt:
+        Screen(stderr=True).print(f"stopped: every process is ended; what was finished is in {out}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        if failed or not keep:
+            system.stop()
+        if not failed and not keep:
+            shutil.rmtree(system.folder)
+
+
+def _run_job(screen: Screen, system: LocalSystem, study: Study, out: Path) -> Outcome:
+    job = export(study, out / "job", timing=_TIMING, min_sites=study.quorum or 1)
+    screen.print(
+        f"Training together with {study.method.title} ({study.method.name}), {study.task.rounds} rounds, on FLARE",
+        soft_wrap=True,
+    )
+    with (
+        Console.open(system.admin_kit) as console,
+        JobDisplay(screen, rounds=study.task.rounds, sites=len(system.sites)) as display,
+    ):
+        outcome = follow(console, console.submit(job), listen=display, job=job, pace=_PACE, out=out / "job-results")
+    if outcome.status != "completed" or outcome.result is None:
+        raise RunFailure(
+            f"{outcome.reason}. The run's name is {outcome.run}; logs: {system.folder / 'logs'}, state: {out}"
+        )
+    return outcome
+
+
+def _show(
+    screen: Screen, cohort: Cohort, study: Study, outcome: Outcome, out: Path, *, clock: Clock, compare: bool
+) -> None:
+    folders = {name: out / "sites" / name / "runs" / outcome.run for name in cohort.sites}
+    result: dict[str, Any] = gathered(outcome.result or {}, cohort, study, folders)
+    if compare:
+        screen.print("Training every hospital alone, for comparison ...")
+        result["alone"] = alone(cohort, study, out / "alone")
+        clock.lap("comparison")
+    result["laps"] = clock.laps
+    write_result(out / "result.json", result)
+    write_report(out / "report.html", result, sample_images(cohort))
+    show_result(screen, result)
+    show_comparison(screen, result)
+    screen.print(f"Time: {clock}")
+    screen.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)

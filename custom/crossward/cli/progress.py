@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from crossward.site.inprocess import Event
+from crossward.site.troubles import words
+
+
+class Event(Protocol):
+    """What a run tells about itself, in one process or through FLARE."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def round_number(self) -> int: ...
+    @property
+    def site(self) -> str | None: ...
+    @property
+    def figures(self) -> Mapping[str, Any] | None: ...
 
 
 def _bar(console: Console) -> Progress:
@@ -87,7 +101,7 @@ class RoundDisplay:
     def _on_aggregated(self, event: Event) -> None:
         figures = event.figures or {}
         sites = " ".join(f"{name} {_percent(fact['val_accuracy'])}" for name, fact in figures["sites"].items())
-        seconds = time.monotonic() - self._began
+        seconds = figures.get("seconds", time.monotonic() - self._began)
         self._say(
             f"round {event.round_number:>3}/{self._rounds}  validation {_percent(figures['val_accuracy'])}"
             f"  ({sites})  {seconds:.1f} s"
@@ -95,6 +109,64 @@ class RoundDisplay:
 
     def _say(self, line: str, *, style: str = "") -> None:
         self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+class JobDisplay(RoundDisplay):
+    """Listens to a run on FLARE: the same lines, and what can happen to sites and server on the way."""
+
+    def _on_started(self, event: Event) -> None:
+        figures = event.figures or {}
+        after = figures.get("resumed_after")
+        again = "" if after is None else f", going on after round {after}"
+        self._say(f"run {figures.get('run')}: {len(figures.get('sites', []))} sites, {self._rounds} rounds{again}")
+
+    def _on_joined(self, event: Event) -> None:
+        self._say(f"  {event.site} joined: versions, policy, labels and images are in order")
+
+    def _on_refused(self, event: Event) -> None:
+        self._trouble(event, "refused to join")
+
+    def _on_failed(self, event: Event) -> None:
+        self._trouble(event, "failed")
+
+    def _on_absent(self, event: Event) -> None:
+        self._trouble(event, "is left out")
+
+    def _on_back(self, event: Event) -> None:
+        self._say(f"round {event.round_number}: {event.site} is back", style="green")
+
+    def _on_closed(self, event: Event) -> None:
+        reported = (event.figures or {}).get("reported", [])
+        self._bar.update(self._task, description=f"round {event.round_number} closed with {len(reported)} sites")
+
+    def _on_finished(self, event: Event) -> None:
+        self._say(f"every site deploys the model of round {event.round_number}")
+
+    def _on_ended(self, event: Event) -> None:
+        """What ended the job is said by whoever waited for it."""
+
+    def _on_waiting(self, event: Event) -> None:
+        self._say(f"waiting: {(event.figures or {}).get('reason')}", style="yellow")
+
+    def _on_unreachable(self, event: Event) -> None:
+        self._say(f"the server does not answer (after round {event.round_number}); trying again", style="yellow")
+
+    def _on_reachable(self, event: Event) -> None:
+        self._say(f"the server answers again (after round {event.round_number})", style="green")
+
+    def _on_resuming(self, event: Event) -> None:
+        run = (event.figures or {}).get("run")
+        self._say(
+            f"the job died after round {event.round_number}; its run {run} is resumed as a new job", style="yellow"
+        )
+
+    def _on_resumed(self, event: Event) -> None:
+        self._say(f"resumed as job {(event.figures or {}).get('job')}", style="green")
+
+    def _trouble(self, event: Event, what: str) -> None:
+        figures = event.figures or {}
+        told = words(int(figures.get("code", 0)), figures.get("numbers"))
+        self._say(f"round {event.round_number}: {event.site} {what}: {told}", style="red")
 
 
 def _percent(value: float | None) -> str:

@@ -43,6 +43,24 @@ def show_result(console: Console, result: Mapping[str, Any]) -> None:
         console.print(matrix)
 
 
+def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
+    """Say how the hospitals do together and alone, where both were measured."""
+    alone, together = result.get("alone"), result["summary"]
+    if not alone or alone["avg"] is None or together["avg"] is None:
+        return
+    gains = [
+        f"{name} {100 * (site['accuracy'] - alone['accuracy'][name]):+.1f}"
+        for name, site in result["sites"].items()
+        if site["accuracy"] is not None and alone["accuracy"].get(name) is not None
+    ]
+    console.print(
+        f"Together {100 * together['avg']:.1f} % on average, each hospital alone {100 * alone['avg']:.1f} % "
+        f"(points: {', '.join(gains)})",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
 def sample_images(cohort: Cohort, *, per_site: int = 6) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
     """Pick a few training images of every site for the report, classes in turn."""
     return {name: _samples(site, per_site) for name, site in cohort.sites.items()}

@@ -208,7 +208,8 @@ class Coordinator:
         return score
 
     def _best(self) -> int | None:
-        return max(self.scores, key=lambda number: (self.scores[number], -number), default=None)
+        """The round with the highest score; the latest of equals, whose learning rate had come down the furthest."""
+        return max(self.scores, key=lambda number: (self.scores[number], number), default=None)
 
     def keep_best(self) -> None:
         """Keep the current model beside the checkpoint while it is the best one, for sites that were away."""

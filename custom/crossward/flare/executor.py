@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +35,11 @@ class SiteExecutor(Executor):
         """Answer one task; an exception would be FLARE's to report, in words that nobody checked."""
         del abort_signal
         message = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
+        began = time.monotonic()
         answer = Shareable()
         answer.update(self._answer(task_name, message, fl_ctx))
+        seconds = time.monotonic() - began
+        self.log_info(fl_ctx, f"answered '{task_name}' of round {message.get('round')} after {seconds:.2f} s of work")
         # The simulator leaves out a site's filters: there the answer takes the same way by hand.
         return self._simulated_gate.process(answer, fl_ctx) if is_simulated(fl_ctx) else answer
 

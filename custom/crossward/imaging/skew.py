@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from torch import nn
 
 Array = NDArray[np.floating[Any]]
@@ -44,6 +43,9 @@ def global_numbers(images: Array) -> Array:
     """
     flat = images.reshape(len(images), -1).astype(np.float64)
     steps_down, steps_across = np.gradient(images.astype(np.float64), axis=(1, 2))
+    # Takes seconds to import, and only this yardstick needs it.
+    from scipy import stats
+
     shape = np.stack([stats.skew(flat, axis=1), stats.kurtosis(flat, axis=1)], axis=1)
     return np.concatenate(
         [
@@ -68,6 +70,8 @@ def match_histogram(images: Array, reference: Array) -> Array:
         The matched images, of the same shape; equal pixels stay equal.
     """
     levels = np.quantile(reference, np.linspace(0, 1, QUANTILES))
+    from scipy import stats
+
     ranks = stats.rankdata(images.reshape(len(images), -1), axis=1) - 0.5
     share = ranks / ranks.shape[1]
     matched: Array = np.interp(share, np.linspace(0, 1, QUANTILES), levels).reshape(images.shape)

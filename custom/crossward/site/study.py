@@ -71,7 +71,7 @@ class Study:
         return hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def usual(cls, method: Method, cohort: Cohort, *, rounds: int, seed: int) -> Study:
+    def usual(cls, method: Method, cohort: Cohort, *, rounds: int, seed: int, quorum: int | None = None) -> Study:
         """The study with default settings that suits a cohort."""
         task = Task(classes=cohort.classes, channels=cohort.channels, size=cohort.size, rounds=rounds, seed=seed)
-        return cls(method=method, task=task, training=Training(seed=seed), plugs=Plugs())
+        return cls(method=method, task=task, training=Training(seed=seed), plugs=Plugs(), quorum=quorum)

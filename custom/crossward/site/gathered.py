@@ -1,0 +1,84 @@
+"""The whole picture of a run on one machine, whose owner may look into every site's folder.
+
+Between hospitals nobody could: there the server knows what sites publish, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossward.evaluate.metrics import summarise
+from crossward.federation.storage import read_json, read_tensors
+from crossward.imaging.data import Cohort
+from crossward.methods.registry import create
+from crossward.site.devices import Device
+from crossward.site.inprocess import simulate
+from crossward.site.study import Study
+from crossward.site.trainer import correct_count
+
+_NOT_OF_A_SITE = ("site", "run", "method", "best_round")
+
+
+def gathered(result: Mapping[str, Any], cohort: Cohort, study: Study, folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Complete the server's result with the sites' own files.
+
+    Args:
+        result: as the server wrote it.
+        cohort: all sites' images.
+        study: what was run.
+        folders: of the run at every site; one that did not finish has no result there.
+    """
+    sites = dict(result["sites"])
+    for name, folder in folders.items():
+        if (folder / "result.json").exists():
+            own = read_json(folder / "result.json")
+            sites[name] = {key: value for key, value in own.items() if key not in _NOT_OF_A_SITE}
+    return {
+        **result,
+        "data": {
+            "path": cohort.source,
+            "kind": cohort.kind,
+            "classes": list(cohort.classes),
+            "phantom": cohort.phantom,
+            "size": cohort.size,
+        },
+        "sites": sites,
+        "summary": summarise(sites),
+        "cross_site": _cross_site(cohort, study, folders),
+        "warnings": list(cohort.warnings),
+    }
+
+
+def alone(cohort: Cohort, study: Study, folder: Path) -> dict[str, Any]:
+    """Train every site by itself, with the same settings, and give each site's accuracy and their average."""
+    by_itself = replace(study, method=create("local"), quorum=None, participation=1.0)
+    result = simulate(cohort, by_itself, folder)
+    accuracy = {name: site["accuracy"] for name, site in result["sites"].items()}
+    return {"accuracy": accuracy, "avg": result["summary"]["avg"], "worst_site": result["summary"]["worst_site"]}
+
+
+def _cross_site(cohort: Cohort, study: Study, folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Every site's deployed model on every site's test images."""
+    names = list(folders)
+    device = Device.best()
+
+    def row(name: str) -> list[float | None]:
+        path = folders[name] / "vault" / "deployed.safetensors"
+        if not path.exists():
+            return [None] * len(names)
+        model = study.method.build(study.task, block=study.plugs.block, head=study.plugs.head)
+        model.load_state_dict(read_tensors(path)[0])
+        place = device.take(model)
+        tests = [cohort.sites[other].test for other in names]
+        return [
+            correct_count(model, study.method, test, device=place) / len(test) if len(test) else None for test in tests
+        ]
+
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return {"sites": names, "accuracy": list(pool.map(row, names))}
