@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from crossward.federation.storage import read_json, write_json
 from crossward.flare import names
 from crossward.methods.base import Task
 from crossward.methods.registry import available, create
+from crossward.site.messages import TASKS
 from crossward.site.participant import Plugs
 from crossward.site.study import Study
 from crossward.site.trainer import Training
@@ -123,13 +125,7 @@ def _check(study: Study, *, min_sites: int, gpus: int) -> None:
 def _write(meta: Mapping[str, Any], out: Path) -> Path:
     """Write the three files of a job; both halves get the study from the notes in its metadata."""
     notes = meta[NOTES]
-    if not _NAME.match(out.name):
-        raise BadInput(f"FLARE does not take a job folder called '{out.name}'; use letters, digits, dots and dashes")
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise BadInput(f"{out} is there already and not empty; choose another --out")
-    except OSError as error:
-        raise BadInput(f"{out} cannot be looked into ({error.strerror}); choose another --out") from error
+    _check_free(out)
     arguments = {"study": notes["study"], "timing": notes["timing"], "resume": notes["resume"]}
     server = {
         "format_version": 2,
@@ -141,7 +137,7 @@ def _write(meta: Mapping[str, Any], out: Path) -> Path:
     executor = {"path": names.EXECUTOR, "args": {"study": notes["study"]}}
     client = {
         "format_version": 2,
-        "executors": [{"tasks": list(names.TASKS), "executor": executor}],
+        "executors": [{"tasks": list(TASKS), "executor": executor}],
         "components": [],
         "task_data_filters": [],
         "task_result_filters": [],
@@ -151,6 +147,16 @@ def _write(meta: Mapping[str, Any], out: Path) -> Path:
     # Our writer makes private folders; a job holds no secret and is passed on.
     (out / "app" / "config").chmod(0o755)
     return out
+
+
+def _check_free(out: Path) -> None:
+    if not _NAME.match(out.name):
+        raise BadInput(f"FLARE does not take a job folder called '{out.name}'; use letters, digits, dots and dashes")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise BadInput(f"{out} is there already and not empty; choose another --out")
+    except OSError as error:
+        raise BadInput(f"{out} cannot be looked into ({error.strerror}); choose another --out") from error
 
 
 def read_study(job: Path) -> Study:
@@ -191,9 +197,20 @@ def notes_of(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_resume(job: Path, run: str, out: Path) -> Path:
-    """Write a job folder anew, to go on with an earlier run."""
+    """Copy a job folder to go on with an earlier run; nothing else about it is changed.
+
+    Raises:
+        BadInput: it is not a job of Crossward, or the new folder is occupied.
+    """
     read_study(job)
-    return from_meta(_part(job, META), run, out)
+    _check_free(out)
+    # FLARE leaves its signatures in a folder that was submitted; they are of the job as it was.
+    shutil.copytree(job, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".__nvfl_*"))
+    meta, server = _part(job, META), _part(job, SERVER)
+    meta[NOTES]["resume"] = server["workflows"][0]["args"]["resume"] = run
+    write_json(out / META, meta)
+    write_json(out / SERVER, server)
+    return out
 
 
 def from_meta(meta: Mapping[str, Any], run: str, out: Path) -> Path:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from crossward.site.messages import EVALUATE, FINISH, JOIN, TASKS, TRAIN
-
-__all__ = ["EVALUATE", "FINISH", "JOIN", "TASKS", "TRAIN"]
-
 CONTROLLER: Final = "crossward.flare.controller.FederationController"
 EXECUTOR: Final = "crossward.flare.executor.SiteExecutor"
 GATE: Final = "crossward.flare.gate.SiteGate"

@@ -55,6 +55,7 @@ def simulate_job(job: Path, *, data: Path, sites: Sequence[str], out: Path, time
         DATA_VARIABLE: str(data.absolute()),
         STATE_VARIABLE: str(state.absolute()),
         "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
     }
     log = out / "simulator.log"
     # As many threads as sites: with fewer, FLARE swaps clients out between tasks and reads their images anew.

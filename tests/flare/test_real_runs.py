@@ -1,0 +1,100 @@
+"""The same federation in this process, in FLARE's simulator and in real FLARE processes; and what stays at a site."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crossward.federation.scopes import Scope, names_in
+from crossward.flare.jobs import export
+from crossward.flare.simulator import simulate_job
+from crossward.site.declaration import Declaration
+from crossward.site.journal import read_journal
+from tests.flare.real import TIMING, Hospitals, largest_difference, small_study, tensors_in, watched
+
+pytestmark = [pytest.mark.slow, pytest.mark.flare]
+
+EQUAL = 1e-6
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_in_process_simulator_and_real_processes_give_the_same_model(
+    hospitals: Hospitals, method: str, tmp_path: Path
+) -> None:
+    study = small_study(method, hospitals.cohort)
+    alone = hospitals.in_process(study)
+
+    outcome, events = hospitals.run(study)
+    assert outcome.status == "completed", outcome.reason
+    assert largest_difference(alone, hospitals.tensors(outcome.run)) <= EQUAL
+    assert [event.round_number for event in events if event.kind == "closed"] == [1, 2, 3]
+    assert {event.site for event in events if event.kind == "trained"} == set(hospitals.system.sites)
+    result = outcome.result
+    assert result is not None
+    assert set(result["sites"]) == set(hospitals.system.sites)
+
+    job = export(study, tmp_path / "job", timing=TIMING, min_sites=2)
+    simulate_job(job, data=hospitals.data, sites=hospitals.system.sites, out=tmp_path / "out", timeout=240)
+    state = tmp_path / "out" / "state"
+    (run,) = (state / "runs").iterdir()
+    files = {"server": run / "checkpoint.safetensors"}
+    for site in hospitals.system.sites:
+        files[site] = state / "sites" / site / "runs" / run.name / "vault" / "deployed.safetensors"
+    assert largest_difference(alone, tensors_in(files)) <= EQUAL
+
+
+def test_what_left_a_site_is_what_was_declared_and_nothing_else(hospitals: Hospitals) -> None:
+    study = small_study("fedbn", hospitals.cohort, rounds=2)
+    outcome, _ = hospitals.run(study)
+    assert outcome.status == "completed", outcome.reason
+    declaration = Declaration(study)
+    local = set(names_in(declaration.algebra.layout, Scope.LOCAL))
+    assert local
+    for site in hospitals.system.sites:
+        journal = read_journal(hospitals.system.state(site) / "journal.jsonl")
+        mine = [entry for entry in journal if entry["job"] == outcome.job]
+        assert [entry["task"] for entry in mine] == ["join", "train", "train", "evaluate", "finish"]
+        assert all(entry["left"] for entry in mine)
+        updates = {name.removeprefix("update/"): shape for name, shape, _ in mine[1]["items"] if "update/" in name}
+        assert updates == {name: list(spec.shape) for name, spec in declaration.algebra.sent.items()}
+        assert not local & set(updates)
+        values = sum(spec.numel for spec in declaration.algebra.sent.values())
+        assert 4 * values <= mine[1]["bytes"] <= 4 * values + 1024
+
+
+def test_local_tensors_survive_a_restart_of_everything(hospitals: Hospitals) -> None:
+    study = small_study("fedbn", hospitals.cohort, rounds=4, steps=20)
+    with hospitals.console() as console:
+        stopped, _ = watched(console, hospitals.job(study), {("closed", 2): console.abort})
+    assert stopped.status == "aborted"
+    vault = hospitals.run_folder("hospital-a", stopped.run) / "vault"
+    kept = {path.name: path.read_bytes() for path in vault.glob("local-*.safetensors")}
+    assert kept
+    assert vault.stat().st_mode & 0o777 == 0o700
+
+    hospitals.system.stop()
+    assert not hospitals.system.pids()
+    hospitals.system.start()
+    hospitals.system.wait_until_ready(120)
+    assert {path.name: path.read_bytes() for path in vault.glob("local-*.safetensors")} == kept
+
+    resumed = export(study, hospitals.folder / "resumed", timing=TIMING, min_sites=2, resume=stopped.run)
+    with hospitals.console() as console:
+        outcome, events = watched(console, resumed, {})
+    assert outcome.status == "completed", outcome.reason
+    assert outcome.run == stopped.run
+    started = next(event for event in events if event.kind == "started")
+    assert started.figures["resumed_after"] >= 2
+    assert largest_difference(hospitals.in_process(study), hospitals.tensors(outcome.run)) <= EQUAL
+
+
+def test_the_result_is_also_in_the_download_and_names_no_path_of_a_site(hospitals: Hospitals) -> None:
+    study = small_study("fedavg", hospitals.cohort, rounds=1)
+    outcome, _ = hospitals.run(study)
+    assert outcome.status == "completed", outcome.reason
+    text = json.dumps(outcome.result)
+    assert str(hospitals.data) not in text
+    assert outcome.result is not None
+    assert all(site["accuracy"] is not None for site in outcome.result["sites"].values())
