@@ -239,7 +239,13 @@ def test_without_venv_the_line_names_the_package(copy: Copy) -> None:
     assert "apt-get install python3.11-venv" in err
 
 
-CHECKS = ["ruff|check .", "ruff|format --check .", "mypy|", "pytest|-n 2 --dist loadfile"]
+CHECKS = [
+    "ruff|check .",
+    "ruff|format --check .",
+    "mypy|",
+    "pytest|-n 2 --dist loadfile -m not flare",
+    "pytest|-m flare --durations 10",
+]
 
 
 @pytest.mark.parametrize("script", ["tests/run", ".ci/run"])

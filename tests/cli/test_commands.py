@@ -66,18 +66,24 @@ def test_data_phantom_writes_hospitals_and_a_sheet(crossward: Command, tmp_path:
     assert "Computer-drawn" in done.out
 
 
-def test_poc_trains_on_a_given_folder(crossward: Command, tmp_path: Path) -> None:
-    hospitals = tmp_path / "hospitals"
-    assert crossward("data", "phantom", "--out", hospitals, "--sites", 2, "--patients", 48).code == 0
-    done = crossward("poc", "--data", hospitals, "--rounds", 1, "--workdir", tmp_path / "runs", "--method", "fedavg")
-    assert done.code == 0, done.err
-    assert "hospital-b" in done.out
-    assert len(list((tmp_path / "runs").glob("poc-fedavg-*/report.html"))) == 1
-
-
 @pytest.mark.parametrize(
     "words",
-    [("simulate",), ("methods",), ("report",), ("poc",), ("data", "phantom"), ("bench", "table"), ("bench", "combine")],
+    [
+        ("simulate",),
+        ("methods",),
+        ("report",),
+        ("poc",),
+        ("provision",),
+        ("job", "export"),
+        ("job", "submit"),
+        ("job", "watch"),
+        ("job", "explain"),
+        ("job", "simulator"),
+        ("data", "phantom"),
+        ("bench", "table"),
+        ("bench", "combine"),
+        ("bench", "flare"),
+    ],
     ids=" ".join,
 )
 def test_help_has_an_example(crossward: Command, words: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import crossward
-from crossward.cli import bench, data, job, methods, poc, provision, report, simulate
+from crossward.cli import bench, data, job, job_simulator, methods, poc, provision, report, simulate
 from crossward.federation.errors import CrosswardError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("simulate")(simulate.simulate)
 app.command("poc")(poc.poc)
 app.command("report")(report.report)
 app.command("provision")(provision.provision)
+job.app.command("simulator")(job_simulator.simulator)
 app.add_typer(job.app, name="job")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

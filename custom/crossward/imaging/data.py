@@ -144,9 +144,7 @@ def load(
 
 def labels_of(path: Path, name: str) -> Counter[str]:
     """How many images of each label one site has; no image is opened."""
-    kind = _kind(path)
-    site = _site_in(path, name, kind)
-    return Counter(_listings(path, kind, sites=[site], seed=0)[0].labels)
+    return Counter(_listings(path, _kind(path), sites=[_site_in(path, name)], seed=0)[0].labels)
 
 
 def _listings(path: Path, kind: Kind, *, sites: Sequence[str] | None, seed: int) -> list[Listing]:
@@ -172,14 +170,19 @@ def load_site(
     Raises:
         BadInput: with what is wrong, where, and what to do.
     """
-    site = _site_in(path, name, _kind(path))
+    site = _site_in(path, name)
     cohort = load(path, size=size, classes=classes, sites=[site], seed=seed, batch_size=batch_size, channels=channels)
     return replace(cohort, sites={name: replace(cohort.sites[site], name=name)})
 
 
-def _site_in(path: Path, name: str, kind: Kind) -> str:
+def site_names(path: Path) -> list[str]:
+    """The sites of a folder of hospitals or a pack; nothing is opened."""
+    return sorted(folder.hospitals(path) if _kind(path) == "dicom hospitals" else pack.files_of(path))
+
+
+def _site_in(path: Path, name: str) -> str:
     """The only site of a folder, whatever it is called there, or the one with this name."""
-    found = list(folder.hospitals(path) if kind == "dicom hospitals" else pack.files_of(path))
+    found = site_names(path)
     if name in found or len(found) > 1:
         return name
     return found[0]
