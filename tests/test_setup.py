@@ -253,8 +253,9 @@ def test_a_full_run_does_every_step(copy: Copy, script: str) -> None:
     code, out, _ = copy.run(script, CI="true")
     assert code == 0
     assert copy.calls() == copy.full_setup() + CHECKS
-    summary = [re.fullmatch(r"(.+?) +ok +\d+ s", line) for line in out.splitlines()[-4:]]
-    assert [line and line[1] for line in summary] == ["ruff check", "ruff format --check", "mypy", "pytest"]
+    summary = [re.fullmatch(r"(.+?) +ok +\d+ s", line) for line in out.splitlines()[-5:]]
+    names = ["ruff check", "ruff format --check", "mypy", "pytest", "pytest on FLARE"]
+    assert [line and line[1] for line in summary] == names
 
 
 @pytest.mark.parametrize("failing", ["ruff", "mypy", "pytest"])
@@ -262,7 +263,7 @@ def test_a_failed_check_does_not_stop_the_others_but_counts(copy: Copy, failing:
     code, out, _ = copy.run("tests/run", FAKE_FAILING=failing)
     assert code == 1
     assert copy.calls()[4:] == CHECKS
-    failed = [line for line in out.splitlines()[-4:] if "FAILED" in line]
+    failed = [line for line in out.splitlines()[-5:] if "FAILED" in line]
     assert {line.split()[0] for line in failed} == {failing}
 
 
