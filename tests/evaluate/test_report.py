@@ -240,3 +240,15 @@ def test_numbers_in_the_heat_map_are_readable_on_every_shade():
 def test_tag_escapes_by_default():
     assert tag("b", "<i>", class_='"') == '<b class="&quot;">&lt;i&gt;</b>'
     assert tag("b", tag("i", "&")) == "<b><i>&amp;</i></b>"
+
+
+def test_together_and_alone_stand_side_by_side_where_both_were_measured(make, tmp_path):
+    result = make()
+    first, *others = result["sites"]
+    accuracy = dict.fromkeys(result["sites"])
+    accuracy[first] = result["sites"][first]["accuracy"] - 0.125
+    shown, _ = report(tmp_path, {**result, "alone": {"accuracy": accuracy, "avg": None, "worst_site": None}})
+    assert "Was it worth training together?" in shown.text
+    assert "+12.5" in shown.text
+    assert shown.text.count("n/a") >= len(others)
+    assert "worth training together" not in report(tmp_path, result)[0].text

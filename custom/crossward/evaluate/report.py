@@ -61,6 +61,7 @@ def _sections(result: Mapping[str, Any], samples: Mapping[str, npt.NDArray[np.ui
     yield _warnings(result.get("warnings") or [])
     yield _tiles(result)
     yield _hospitals(result)
+    yield _alone(result)
     yield _progress(result)
     yield _transfer(result.get("cross_site"))
     yield _samples(result, samples)
@@ -200,6 +201,28 @@ def _progress(result: Mapping[str, Any]) -> Html:
         legend(line="this hospital", dash="as received", grey="the other hospitals", best="chosen round"),
         tag("div", *charts, class_="charts"),
     )
+
+
+def _alone(result: Mapping[str, Any]) -> Html:
+    """Together against alone, where both were measured."""
+    alone = result.get("alone")
+    if not alone:
+        return Html()
+    pairs = {name: (site["accuracy"], alone["accuracy"].get(name)) for name, site in result["sites"].items()}
+    pairs["average"] = (result["summary"]["avg"], alone["avg"])
+    rows = [
+        _row(name, _share(together), _share(by_itself), _points(together, by_itself))
+        for name, (together, by_itself) in pairs.items()
+    ]
+    return join(
+        tag("h2", "Was it worth training together?"),
+        tag("p", "Accuracy on each hospital's test images, against a model trained by that hospital alone."),
+        _table([_column(head) for head in ("hospital", "together", "alone", "points")], rows, class_="narrow"),
+    )
+
+
+def _points(together: float | None, alone: float | None) -> str:
+    return "n/a" if together is None or alone is None else f"{100 * (together - alone):+.1f}"
 
 
 def _transfer(matrix: Mapping[str, Any] | None) -> Html:
