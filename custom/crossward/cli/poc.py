@@ -15,6 +15,7 @@ import typer
 from rich.console import Console as Screen
 
 from crossward.cli import poc_systems
+from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
 from crossward.cli.show import sample_images, show_cohort, show_comparison, show_result
 from crossward.cli.simulate import INTERRUPTED, check_folder, parse_options
@@ -22,8 +23,9 @@ from crossward.evaluate.facts import write_result
 from crossward.evaluate.report import write_report
 from crossward.federation.errors import RunFailure
 from crossward.flare.console import Console
+from crossward.flare.explain import explain
 from crossward.flare.jobs import Timing, export
-from crossward.flare.kits import SiteKit
+from crossward.flare.kits import SERVER, SiteKit
 from crossward.flare.system import LocalSystem
 from crossward.flare.watch import Outcome, Pace, follow
 from crossward.imaging.data import Cohort, load
@@ -160,13 +162,12 @@ def _run_job(screen: Screen, system: LocalSystem, study: Study, out: Path) -> Ou
     )
     with (
         Console.open(system.admin_kit) as console,
-        JobDisplay(screen, rounds=study.task.rounds, sites=len(system.sites)) as display,
+        JobDisplay(screen) as display,
     ):
         outcome = follow(console, console.submit(job), listen=display, job=job, pace=_PACE, out=out / "job-results")
-    if outcome.status != "completed" or outcome.result is None:
-        raise RunFailure(
-            f"{outcome.reason}. The run's name is {outcome.run}; logs: {system.folder / 'logs'}, state: {out}"
-        )
+        if outcome.status != "completed":
+            show_lines(explain(console, outcome.job, kits=system.kit(SERVER).parent))
+            raise RunFailure(f"{outcome.reason}. Everything is stopped; kits, logs and state are kept in {out}")
     return outcome
 
 

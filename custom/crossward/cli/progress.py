@@ -73,9 +73,11 @@ class RoundDisplay:
         self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        """Take one event; called from the threads that train."""
-        with self._lock:
-            getattr(self, f"_on_{event.kind}")(event)
+        """Take one event; called from the threads that train. A kind that is not known here needs no line."""
+        show = getattr(self, f"_on_{event.kind}", None)
+        if show is not None:
+            with self._lock:
+                show(event)
 
     def _on_resumed(self, event: Event) -> None:
         self._say(f"resumed after round {event.round_number}")
@@ -114,11 +116,16 @@ class RoundDisplay:
 class JobDisplay(RoundDisplay):
     """Listens to a run on FLARE: the same lines, and what can happen to sites and server on the way."""
 
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, rounds=0, sites=0)
+
     def _on_started(self, event: Event) -> None:
         figures = event.figures or {}
-        after = figures.get("resumed_after")
+        sites, after = figures["sites"], figures.get("resumed_after")
+        self._rounds = int(figures["rounds"])
+        self._bar.update(self._task, total=self._rounds * len(sites), completed=(after or 0) * len(sites))
         again = "" if after is None else f", going on after round {after}"
-        self._say(f"run {figures.get('run')}: {len(figures.get('sites', []))} sites, {self._rounds} rounds{again}")
+        self._say(f"run {figures['run']}: {len(sites)} sites, {self._rounds} rounds{again}")
 
     def _on_joined(self, event: Event) -> None:
         self._say(f"  {event.site} joined: versions, policy, labels and images are in order")
@@ -141,9 +148,6 @@ class JobDisplay(RoundDisplay):
 
     def _on_finished(self, event: Event) -> None:
         self._say(f"every site deploys the model of round {event.round_number}")
-
-    def _on_ended(self, event: Event) -> None:
-        """What ended the job is said by whoever waited for it."""
 
     def _on_waiting(self, event: Event) -> None:
         self._say(f"waiting: {(event.figures or {}).get('reason')}", style="yellow")
