@@ -35,7 +35,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
 
 
 def completes(board: Board, job: Job) -> None:
-    events = [event(1, "started", sites=["hospital-a"], rounds=4, resumed_after=None)]
+    events = [event(1, "started", run="job-1", sites=["hospital-a"], rounds=4, resumed_after=None)]
     board.clock.after(1, job.starts)
     outcome = told(job.run, "completed", 4, best_round=3, events=events)
     board.clock.after(9, lambda: job.ends("FINISHED:COMPLETED", outcome))
