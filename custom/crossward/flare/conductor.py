@@ -15,14 +15,15 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
-from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.contract import Report, Vector
+from crossward.federation.coordinator import VALIDATION_CORRECT, Coordinator
 from crossward.federation.errors import PrivacyRefusal, RunFailure, StorageFailure
 from crossward.flare.jobs import Timing
 from crossward.flare.phase import Answer, Outcome, Patience, Phase
 from crossward.flare.progress import Progress
 from crossward.site import messages
 from crossward.site.declaration import Declaration
+from crossward.site.figures import figures_of, nbytes, share
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN
 from crossward.site.participant import VALIDATION_AS_RECEIVED
 from crossward.site.study import Study
@@ -135,7 +136,7 @@ class Conductor:
             if task == TRAIN:
                 report = messages.unpack_report(site, content)
                 self._accept(report)
-                facts[site] = _figures(report, time.monotonic() - began)
+                facts[site] = figures_of(report, seconds=time.monotonic() - began)
                 self._progress.event("trained", number, site, **facts[site])
 
         patience = Patience(longest=self._timing.round, grace=self._timing.grace, enough=coordinator.quorum)
@@ -144,7 +145,7 @@ class Conductor:
             facts[site] = {"status": "failed", "reason": str(refusal), "code": int(refusal.code)}
         self._assess(validated)
         up = sum(fact.pop("bytes_up", 0) for fact in facts.values())
-        down = sum(_nbytes(coordinator.payload(site)) for site in asked)
+        down = sum(nbytes(coordinator.payload(site)) for site in asked)
         record = {"round": number, "bytes_up": up, "bytes_down": down, "sites": facts}
         self._close({**record, "seconds": time.monotonic() - began})
 
@@ -181,8 +182,8 @@ class Conductor:
         facts = coordinator.history[-1]["sites"]
         for site, tally in validated.items():
             facts[site]["received"] = True
-            facts[site]["val_accuracy"] = _ratio(tally, VALIDATION_CORRECT)
-            facts[site]["val_accuracy_as_received"] = _ratio(tally, VALIDATION_AS_RECEIVED)
+            facts[site]["val_accuracy"] = share(tally, VALIDATION_CORRECT)
+            facts[site]["val_accuracy_as_received"] = share(tally, VALIDATION_AS_RECEIVED)
         heard = {site: {"val_accuracy": facts[site]["val_accuracy"]} for site in coordinator.sites if site in validated}
         seconds = coordinator.history[-1]["seconds"]
         self._progress.event("aggregated", number, val_accuracy=score, seconds=seconds, sites=heard)
@@ -269,26 +270,3 @@ class Conductor:
 
     def _with_model(self, site: str, number: int) -> Answer:
         return {**self._address(number), **messages.pack_payload(self._coordinator.payload(site))}
-
-
-def _figures(report: Report, seconds: float) -> dict[str, Any]:
-    seen = max(1.0, float(report.tally[SEEN].item()))
-    return {
-        "status": "reported",
-        "loss": float(report.tally[LOSS].item()) / seen,
-        "train_accuracy": float(report.tally[CORRECT].item()) / seen,
-        "val_accuracy": None,
-        "val_accuracy_as_received": None,
-        "seconds": seconds,
-        "bytes_up": _nbytes(report),
-    }
-
-
-def _nbytes(message: Payload | Report) -> int:
-    tensors = message.tensors if isinstance(message, Payload) else message.update
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _ratio(tally: Mapping[str, Vector], key: str) -> float | None:
-    count = float(tally[VALIDATION_COUNT].item())
-    return float(tally[key].item()) / count if count else None

@@ -80,7 +80,7 @@ class FederationController(Controller):
         with owned(private_folder(folder), patience=LOCK_PATIENCE):
             online = sorted(client.name for client in fl_ctx.get_engine().get_clients())
             sites = _described(folder, study, online)
-            coordinator = _coordinator(folder, study, sites)
+            coordinator = study.coordinator(folder, sites)
             coordinator.resume()
             conductor = Conductor(
                 self,
@@ -126,21 +126,6 @@ def _described(folder: Path, study: Study, online: list[str]) -> list[str]:
     if described["options"] != study.options():
         raise Refusal(Code.NOT_RESUMABLE)
     return list(described["sites"])
-
-
-def _coordinator(folder: Path, study: Study, sites: list[str]) -> Coordinator:
-    model = study.method.build(study.task, block=study.plugs.block, head=study.plugs.head)
-    return Coordinator(
-        folder,
-        study.method.algebra(study.task, model),
-        study.method.start(study.task, model),
-        sites=sites,
-        rounds=study.task.rounds,
-        seed=study.training.seed,
-        participation=study.participation,
-        quorum=study.quorum,
-        study=study.digest(),
-    )
 
 
 def _refusal_of(error: Exception) -> Refusal:

@@ -29,8 +29,7 @@ class Declaration:
     """The whitelist of one study: for every task the names, kinds and shapes of what an answer may hold."""
 
     def __init__(self, study: Study) -> None:
-        model = study.method.build(study.task, block=study.plugs.block, head=study.plugs.head)
-        self.algebra = study.method.algebra(study.task, model)
+        self.algebra = study.method.algebra(study.task, study.model())
         tensors = {name: _array(spec.shape, np.float32) for name, spec in self.algebra.sent.items()}
         tally = {key: _array(shape, np.float64) for key, shape in self.algebra.tallies.items()}
         validation = dict.fromkeys(VALIDATION, _array((1,), np.float64))

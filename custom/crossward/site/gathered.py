@@ -18,6 +18,7 @@ from crossward.federation.storage import read_json, read_tensors
 from crossward.imaging.data import Cohort
 from crossward.methods.registry import create
 from crossward.site.devices import Device
+from crossward.site.figures import facts_of
 from crossward.site.inprocess import simulate
 from crossward.site.study import Study
 from crossward.site.trainer import correct_count
@@ -41,13 +42,7 @@ def gathered(result: Mapping[str, Any], cohort: Cohort, study: Study, folders: M
             sites[name] = {key: value for key, value in own.items() if key not in _NOT_OF_A_SITE}
     return {
         **result,
-        "data": {
-            "path": cohort.source,
-            "kind": cohort.kind,
-            "classes": list(cohort.classes),
-            "phantom": cohort.phantom,
-            "size": cohort.size,
-        },
+        "data": facts_of(cohort),
         "sites": sites,
         "summary": summarise(sites),
         "cross_site": _cross_site(cohort, study, folders),
@@ -72,7 +67,7 @@ def _cross_site(cohort: Cohort, study: Study, folders: Mapping[str, Path]) -> di
         path = folders[name] / "vault" / "deployed.safetensors"
         if not path.exists():
             return [None] * len(names)
-        model = study.method.build(study.task, block=study.plugs.block, head=study.plugs.head)
+        model = study.model()
         model.load_state_dict(read_tensors(path)[0])
         place = device.take(model)
         tests = [cohort.sites[other].test for other in names]

@@ -14,8 +14,8 @@ import torch
 
 from crossward.evaluate.facts import versions
 from crossward.evaluate.metrics import summarise
-from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.contract import Report
+from crossward.federation.coordinator import VALIDATION_CORRECT
 from crossward.federation.errors import (
     CrosswardError,
     PrivacyRefusal,
@@ -25,6 +25,7 @@ from crossward.federation.errors import (
 )
 from crossward.imaging.data import Cohort
 from crossward.site.devices import Device
+from crossward.site.figures import facts_of, figures_of, nbytes, share
 from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant
 from crossward.site.runfolder import claim, owned
 from crossward.site.study import Study
@@ -81,19 +82,7 @@ class _Run:
         on_cuda = device.kind.type == "cuda"
         self._jobs = 1 if on_cuda else max(1, min(jobs or os.cpu_count() or 1, len(cohort.sites)))
         self._device = device
-        method, task = study.method, study.task
-        model = method.build(task, block=study.plugs.block, head=study.plugs.head)
-        self._coordinator = Coordinator(
-            folder / "server",
-            method.algebra(task, model),
-            method.start(task, model),
-            sites=sorted(cohort.sites),
-            rounds=task.rounds,
-            seed=study.training.seed,
-            participation=study.participation,
-            quorum=study.quorum,
-            study=study.digest(),
-        )
+        self._coordinator = study.coordinator(folder / "server", sorted(cohort.sites))
         self._folder = folder
         self._participants: dict[str, Participant] = {}
 
@@ -114,16 +103,8 @@ class _Run:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _participant(self, name: str) -> Participant:
-        study = self._study
-        return Participant(
-            self._cohort.sites[name],
-            study.method,
-            study.task,
-            training=study.training,
-            folder=self._folder / "sites" / name,
-            device=self._device,
-            plugs=study.plugs,
-        )
+        folder = self._folder / "sites" / name
+        return self._study.participant(self._cohort.sites[name], folder, device=self._device)
 
     def _round(self, pool: ThreadPoolExecutor) -> None:
         began = time.monotonic()
@@ -139,7 +120,7 @@ class _Run:
                 {"status": "failed", "reason": str(outcome)} if isinstance(outcome, CrosswardError) else outcome
             )
         up = sum(fact.pop("bytes_up", 0) for fact in facts.values())
-        down = sum(_nbytes(coordinator.payload(name)) for name in coordinator.sites)
+        down = sum(nbytes(coordinator.payload(name)) for name in coordinator.sites)
         record = {"round": number, "seconds": 0.0, "bytes_up": up, "bytes_down": down, "sites": facts}
         record["seconds"] = time.monotonic() - began
         try:
@@ -179,16 +160,7 @@ class _Run:
             self._coordinator.accept(report)
         except PrivacyRefusal as refusal:
             return self._failed(refusal, report.round_number, report.site)
-        seen = max(1.0, float(report.tally[SEEN].item()))
-        figures = {
-            "status": "reported",
-            "loss": float(report.tally[LOSS].item()) / seen,
-            "train_accuracy": float(report.tally[CORRECT].item()) / seen,
-            "val_accuracy": None,
-            "val_accuracy_as_received": None,
-            "seconds": seconds,
-            "bytes_up": _nbytes(report),
-        }
+        figures = figures_of(report, seconds=seconds)
         self._listen(Event("trained", report.round_number, report.site, figures))
         return figures
 
@@ -209,8 +181,8 @@ class _Run:
         score = coordinator.assess(tallies)
         facts = coordinator.history[-1]["sites"]
         for name, tally in zip(names, tallies, strict=True):
-            facts[name]["val_accuracy"] = _ratio(tally, VALIDATION_CORRECT)
-            facts[name]["val_accuracy_as_received"] = _ratio(tally, VALIDATION_AS_RECEIVED)
+            facts[name]["val_accuracy"] = share(tally, VALIDATION_CORRECT)
+            facts[name]["val_accuracy_as_received"] = share(tally, VALIDATION_AS_RECEIVED)
         self._listen(Event("aggregated", number, figures={"val_accuracy": score, "sites": facts}))
 
     def _result(self, pool: ThreadPoolExecutor, began: float) -> dict[str, Any]:
@@ -221,13 +193,7 @@ class _Run:
         options = study.options()
         return {
             "method": study.method.name,
-            "data": {
-                "path": cohort.source,
-                "kind": cohort.kind,
-                "classes": list(cohort.classes),
-                "phantom": cohort.phantom,
-                "size": cohort.size,
-            },
+            "data": facts_of(cohort),
             "options": {**options, "device": str(self._device)},
             "rounds": coordinator.history,
             "best_round": best,
@@ -247,13 +213,3 @@ class _Run:
             return [self._participants[name].accuracy_on(self._cohort.sites[other].test) for other in names]
 
         return list(pool.map(row, names))
-
-
-def _nbytes(message: Payload | Report) -> int:
-    tensors = message.tensors if isinstance(message, Payload) else message.update
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _ratio(tally: Mapping[str, Vector], key: str) -> float | None:
-    count = float(tally[VALIDATION_COUNT].item())
-    return float(tally[key].item()) / count if count else None

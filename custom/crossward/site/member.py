@@ -128,15 +128,7 @@ class Member:
             claim(folder, study, cohort, resume=(folder / DESCRIPTION).exists())
         except BadInput as error:
             raise Refusal(Code.DATA_CHANGED) from error
-        self._participant = Participant(
-            cohort.sites[self.name],
-            study.method,
-            study.task,
-            training=study.training,
-            folder=folder,
-            device=Device.best(),
-            plugs=study.plugs,
-        )
+        self._participant = study.participant(cohort.sites[self.name], folder, device=Device.best())
         self._run = run
         return self._participant
 

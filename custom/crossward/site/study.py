@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, CrosswardError
-from crossward.imaging.data import Cohort
-from crossward.methods.base import Method, Task
+from crossward.imaging.data import Cohort, SiteData
+from crossward.methods.base import Method, Model, Task
 from crossward.methods.registry import create
-from crossward.site.participant import Plugs
+from crossward.site.devices import Device
+from crossward.site.participant import Participant, Plugs
 from crossward.site.trainer import Training
 
 
@@ -65,6 +68,37 @@ class Study:
         if given:
             raise BadInput(f"the study has a part that this version does not know: {', '.join(sorted(given))}")
         return study
+
+    def model(self) -> Model:
+        """Build the model, scopes included; the same at the server and at every site."""
+        return self.method.build(self.task, block=self.plugs.block, head=self.plugs.head)
+
+    def coordinator(self, folder: Path, sites: Sequence[str]) -> Coordinator:
+        """Make the server's side of a run of this study, at the common start."""
+        model = self.model()
+        return Coordinator(
+            folder,
+            self.method.algebra(self.task, model),
+            self.method.start(self.task, model),
+            sites=sites,
+            rounds=self.task.rounds,
+            seed=self.training.seed,
+            participation=self.participation,
+            quorum=self.quorum,
+            study=self.digest(),
+        )
+
+    def participant(self, data: SiteData, folder: Path, *, device: Device) -> Participant:
+        """Make a site's side of a run of this study."""
+        return Participant(
+            data,
+            self.method,
+            self.task,
+            training=self.training,
+            folder=folder,
+            device=device,
+            plugs=self.plugs,
+        )
 
     def digest(self) -> str:
         """Hash the options: what has the same digest can be resumed."""

@@ -1,0 +1,47 @@
+"""The figures of a round that a run writes down, in process and on FLARE alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
+from crossward.federation.coordinator import VALIDATION_COUNT
+from crossward.imaging.data import Cohort
+
+
+def figures_of(report: Report, *, seconds: float) -> dict[str, Any]:
+    """What a site's report says about its training; the validation comes when the round's model is back."""
+    seen = max(1.0, float(report.tally[SEEN].item()))
+    return {
+        "status": "reported",
+        "loss": float(report.tally[LOSS].item()) / seen,
+        "train_accuracy": float(report.tally[CORRECT].item()) / seen,
+        "val_accuracy": None,
+        "val_accuracy_as_received": None,
+        "seconds": seconds,
+        "bytes_up": nbytes(report),
+    }
+
+
+def nbytes(message: Payload | Report) -> int:
+    """The size of the tensors in a message."""
+    tensors = message.tensors if isinstance(message, Payload) else message.update
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def share(tally: Mapping[str, Vector], key: str) -> float | None:
+    """The part of a site's validation images that a count is of; None where it has none."""
+    count = float(tally[VALIDATION_COUNT].item())
+    return float(tally[key].item()) / count if count else None
+
+
+def facts_of(cohort: Cohort) -> dict[str, Any]:
+    """What a result says about the images."""
+    return {
+        "path": cohort.source,
+        "kind": cohort.kind,
+        "classes": list(cohort.classes),
+        "phantom": cohort.phantom,
+        "size": cohort.size,
+    }
