@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crossward.cli import bench_combine, bench_flare, bench_skew, bench_table, bench_training
-from crossward.cli.simulate import parse_names
+from crossward.cli.study_options import parse_names
 from crossward.federation.errors import BadInput
 
 app = typer.Typer(help="Measure speed, memory and methods, as ratios in one run.", no_args_is_help=True)

@@ -18,7 +18,8 @@ from crossward.cli import poc_systems
 from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
 from crossward.cli.show import sample_images, show_cohort, show_comparison, show_result
-from crossward.cli.simulate import INTERRUPTED, check_folder, parse_options
+from crossward.cli.simulate import INTERRUPTED
+from crossward.cli.study_options import MethodOptions, Rounds, check_folder, parse_options
 from crossward.evaluate.facts import write_result
 from crossward.evaluate.report import write_report
 from crossward.federation.errors import RunFailure
@@ -41,13 +42,13 @@ _READY = 90.0
 
 def poc(
     method: Annotated[str, typer.Option(help="See: crossward methods.")] = "fedbn",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 10,
+    rounds: Rounds = 10,
     sites: Annotated[int, typer.Option(help="Phantom hospitals to make.")] = 4,
     data: Annotated[
         Path | None, typer.Option(help="Use this folder of hospitals, or pack, instead of phantoms.")
     ] = None,
     workdir: Annotated[Path, typer.Option(help="Where phantoms and runs are kept.")] = Path("runs"),
-    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")] = None,
+    option: MethodOptions = None,
     seed: Annotated[int, typer.Option(help="The same seed, the same result.")] = 0,
     compare: Annotated[bool, typer.Option(help="Also train every hospital alone, for comparison.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system up, and say how to use it.")] = False,

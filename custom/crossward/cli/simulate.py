@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +12,32 @@ from rich.console import Console
 
 from crossward.cli.progress import RoundDisplay, counting
 from crossward.cli.show import sample_images, show_cohort, show_result
+from crossward.cli.study_options import (
+    BatchSize,
+    Block,
+    Clip,
+    Depth,
+    Epochs,
+    HeadName,
+    LearningRate,
+    MethodOptions,
+    NormName,
+    Participation,
+    Rounds,
+    Schedule,
+    Seed,
+    Size,
+    Steps,
+    Width,
+    check_choices,
+    check_folder,
+    parse_names,
+    parse_options,
+)
 from crossward.evaluate.facts import write_result
 from crossward.evaluate.report import write_report
-from crossward.federation.errors import BadInput
 from crossward.imaging.data import Cohort, load
 from crossward.methods import Task, create
-from crossward.methods.base import BLOCKS, HEADS
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
 from crossward.site.runfolder import check_free
@@ -32,25 +51,25 @@ def simulate(
     method: Annotated[str, typer.Option(help="See: crossward methods.")],
     data: Annotated[Path, typer.Option(help="Folder of hospitals (DICOM and labels.csv each), or a pack (.npz each).")],
     out: Annotated[Path, typer.Option(help="Folder of the run: result.json, report.html, checkpoint, vaults.")],
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 10,
-    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")] = None,
-    block: Annotated[str | None, typer.Option(help="Feature block; the method's own if not given.")] = None,
-    head: Annotated[str | None, typer.Option(help="Head; the method's own if not given.")] = None,
-    epochs: Annotated[int, typer.Option(help="Local epochs a round.")] = 2,
-    steps: Annotated[int, typer.Option(help="Local steps a round instead of epochs; 0: use epochs.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Images a step.")] = 32,
-    lr: Annotated[float, typer.Option(help="Learning rate of the first round.")] = 0.03,
-    schedule: Annotated[str, typer.Option(help="Learning rate over rounds: cosine or constant.")] = "cosine",
-    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Decides splits, start and order; the same seed, the same model.")] = 0,
-    size: Annotated[int, typer.Option(help="Side of the images in pixels.")] = 32,
-    depth: Annotated[int, typer.Option(help="ResNet-10 or ResNet-18.")] = 10,
-    width: Annotated[float, typer.Option(help="Width of the net; 1 is 64-128-256-512.")] = 0.25,
-    norm: Annotated[str, typer.Option(help="batch or group.")] = "batch",
+    rounds: Rounds = 10,
+    option: MethodOptions = None,
+    block: Block = None,
+    head: HeadName = None,
+    epochs: Epochs = 2,
+    steps: Steps = 0,
+    batch_size: BatchSize = 32,
+    lr: LearningRate = 0.03,
+    schedule: Schedule = "cosine",
+    clip: Clip = 0.0,
+    seed: Seed = 0,
+    size: Size = 32,
+    depth: Depth = 10,
+    width: Width = 0.25,
+    norm: NormName = "batch",
     classes: Annotated[str | None, typer.Option(help="Only these labels, with commas, in this order.")] = None,
     sites: Annotated[str | None, typer.Option(help="Only these sites, with commas.")] = None,
     fraction: Annotated[float, typer.Option(help="Part of the training patients to use.")] = 1.0,
-    participation: Annotated[float, typer.Option(help="Part of the sites invited to a round.")] = 1.0,
+    participation: Participation = 1.0,
     quorum: Annotated[
         int | None, typer.Option(help="Reports that a round needs; all the invited if not given.")
     ] = None,
@@ -131,47 +150,3 @@ def run_study(
     show_result(console, result)
     console.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
     return result
-
-
-def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read method options given as name=value."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise BadInput(f"'{pair}' is not an option; write it as name=value, such as mu=0.1")
-        try:
-            options[name] = json.loads(text)
-        except ValueError:
-            options[name] = text
-    return options
-
-
-def parse_names(text: str | None) -> list[str] | None:
-    """Read a list with commas."""
-    if text is None:
-        return None
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def check_choices(*, block: str | None, head: str | None, depth: int, norm: str, width: float) -> None:
-    """Refuse a net that does not exist, before any image is read."""
-    for name, value, known in (
-        ("block", block, [None, *BLOCKS]),
-        ("head", head, [None, *HEADS]),
-        ("depth", depth, [10, 18]),
-        ("norm", norm, ["batch", "group"]),
-    ):
-        if value not in known:
-            raise BadInput(f"--{name} {value} is not there; there is: {', '.join(str(each) for each in known if each)}")
-    if not 0 < width <= 4:
-        raise BadInput(f"--width {width} is not above 0 and at most 4")
-
-
-def check_folder(out: Path) -> None:
-    """Refuse an output folder that cannot be written, before any image is read."""
-    nearest = out
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise BadInput(f"cannot write to {out}; choose another --out")

@@ -1,0 +1,75 @@
+"""What the commands that describe a study have in common: their options, and how these are read and checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crossward.federation.errors import BadInput
+from crossward.methods.base import BLOCKS, HEADS
+
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds to run.")]
+MethodOptions = Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")]
+Block = Annotated[str | None, typer.Option(help="Feature block; the method's own if not given.")]
+HeadName = Annotated[str | None, typer.Option("--head", help="Head; the method's own if not given.")]
+Epochs = Annotated[int, typer.Option(help="Local epochs a round.")]
+Steps = Annotated[int, typer.Option(help="Local steps a round instead of epochs; 0: use epochs.")]
+BatchSize = Annotated[int, typer.Option(help="Images a step.")]
+LearningRate = Annotated[float, typer.Option(help="Learning rate of the first round.")]
+Schedule = Annotated[str, typer.Option(help="Learning rate over rounds: cosine or constant.")]
+Clip = Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")]
+Seed = Annotated[int, typer.Option(help="Decides splits, start and order; the same seed, the same model.")]
+Size = Annotated[int, typer.Option(help="Side of the images in pixels.")]
+Depth = Annotated[int, typer.Option(help="ResNet-10 or ResNet-18.")]
+Width = Annotated[float, typer.Option(help="Width of the net; 1 is 64-128-256-512.")]
+NormName = Annotated[str, typer.Option("--norm", help="batch or group.")]
+Participation = Annotated[float, typer.Option(help="Part of the sites invited to a round.")]
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read method options given as name=value."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise BadInput(f"'{pair}' is not an option; write it as name=value, such as mu=0.1")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    return options
+
+
+def parse_names(text: str | None) -> list[str] | None:
+    """Read a list with commas."""
+    if text is None:
+        return None
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def check_choices(*, block: str | None, head: str | None, depth: int, norm: str, width: float) -> None:
+    """Refuse a net that does not exist, before any image is read."""
+    for name, value, known in (
+        ("block", block, [None, *BLOCKS]),
+        ("head", head, [None, *HEADS]),
+        ("depth", depth, [10, 18]),
+        ("norm", norm, ["batch", "group"]),
+    ):
+        if value not in known:
+            raise BadInput(f"--{name} {value} is not there; there is: {', '.join(str(each) for each in known if each)}")
+    if not 0 < width <= 4:
+        raise BadInput(f"--width {width} is not above 0 and at most 4")
+
+
+def check_folder(out: Path) -> None:
+    """Refuse an output folder that cannot be written, before any image is read."""
+    nearest = out
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise BadInput(f"cannot write to {out}; choose another --out")
