@@ -257,5 +257,5 @@ def test_every_kind_of_event_that_a_person_wants_to_see_has_a_line() -> None:
         show(Event(silent, 3))
     text = screen.export_text()
     assert len(text.splitlines()) == len(kinds)
-    for words in ("going on after round 2", "did not answer in time", "25.0 %", "n/a", "min_sites (2)", "job job-2"):
+    for words in ("going on after round 2", "did not answer within", "25.0 %", "n/a", "min_sites (2)", "job job-2"):
         assert words in text

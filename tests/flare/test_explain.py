@@ -55,7 +55,7 @@ def test_a_run_that_completed_with_trouble_tells_of_it(board: Board) -> None:
     ended(board, "FINISHED:COMPLETED", outcome=told("job-1", "completed", 4, troubles=troubles))
     line = only(explain(board, "job-1"))
     assert (line.site, line.round_number) == ("hospital-b", 3)
-    assert "did not answer in time" in line.cause
+    assert "did not answer within" in line.cause
 
 
 def test_a_refusal_at_join_is_the_sites_own_cause_and_the_log_is_where_the_kit_is(board: Board, tmp_path: Path) -> None:

@@ -184,3 +184,18 @@ def test_a_job_is_written_anew_from_what_flare_keeps_of_it(job: Path, tmp_path: 
     kept.pop("crossward")
     with pytest.raises(BadInput, match="submit it anew"):
         from_meta(kept, "run-1", tmp_path / "c")
+
+
+def test_code_or_a_foreign_class_in_a_job_is_found_before_it_is_submitted(tmp_path: Path) -> None:
+    study = usual_study("fedavg")
+    job = export(study, tmp_path / "job", timing=Timing(), min_sites=2)
+    assert read_study(job) == study
+    (job / "app" / "custom").mkdir()
+    with pytest.raises(BadInput, match="carries code"):
+        read_study(job)
+    (job / "app" / "custom").rmdir()
+    configuration = json.loads((job / CLIENT).read_text())
+    configuration["components"] = [{"id": "x", "path": "somebody.else.Intruder", "args": {}}]
+    (job / CLIENT).write_text(json.dumps(configuration))
+    with pytest.raises(BadInput, match=r"somebody\.else\.Intruder"):
+        read_study(job)

@@ -107,7 +107,7 @@ def export(
 ) -> None:
     """Write a FLARE job folder: configuration only, for crossward job submit, nvflare job submit or the console.
 
-    Example: crossward job export fedprox -o mu=0.1 --rounds 20 --classes effusion,normal --out jobs/effusion
+    Example: crossward job export fedprox -o mu=0.1 --rounds 20 --classes effusion,normal --out effusion
     """
     chosen = create(method, **parse_options(option or []))
     check_choices(block=block, head=head, depth=depth, norm=norm, width=width)
@@ -140,7 +140,7 @@ def export(
     timing = Timing(join=join_timeout, round=round_timeout, grace=grace)
     needed = max(SMALLEST_FEDERATION, quorum) if min_sites is None else min_sites
     export_job(study, out, timing=timing, min_sites=needed, gpus=gpus, resume=resume)
-    _say(f"Job folder: {out}. Next: crossward job submit {out} --watch")
+    _say(f"Job folder: {out}. Next: crossward job submit {out} --kit KIT --watch")
 
 
 @app.command("submit")
@@ -166,7 +166,7 @@ def submit(
             if as_json:
                 typer.echo(json.dumps({"job": job_id}))
                 return
-            _say(f"Submitted: {job_id}. Next: crossward job watch {job_id}")
+            _say(f"Submitted: {job_id}. Next: crossward job watch {job_id} --kit {kit}")
             return
         if not as_json:
             _say(f"Submitted: {job_id}")

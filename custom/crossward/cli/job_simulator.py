@@ -14,7 +14,7 @@ from crossward.evaluate.facts import read_result
 from crossward.federation.errors import BadInput
 from crossward.flare.jobs import read_study
 from crossward.flare.names import RESULT
-from crossward.flare.simulator import simulate_job
+from crossward.flare.simulator import check_empty, simulate_job
 from crossward.imaging.data import site_names
 
 
@@ -29,6 +29,7 @@ def simulator(
     Example: crossward job simulator jobs/fedavg --data phantoms --out runs/simulated
     """
     read_study(job)
+    check_empty(out)
     sites = site_names(data)
     if not sites:
         raise BadInput(f"there is no site in {data}")

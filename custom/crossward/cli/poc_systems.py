@@ -30,12 +30,14 @@ def claimed(out: Path) -> Iterator[None]:
 
 def stop_leftovers(workdir: Path, screen: Screen, *, kept_ones_too: bool) -> None:
     """Stop the systems of earlier runs that still have processes; those in use or kept on purpose are left alone."""
+    found = False
     for description in sorted(workdir.glob("*/system/system.json")):
         folder = description.parent
         system = _opened(folder)
         running = sum(len(pids) for pids in system.pids().values()) if system else 0
         if system is None or not running:
             continue
+        found = True
         if (folder / _KEPT).exists() and not kept_ones_too:
             screen.print(f"Note: the system kept in {folder} is up; ./poc/run --stop ends it", soft_wrap=True)
         elif _in_use(folder.parent):
@@ -43,13 +45,16 @@ def stop_leftovers(workdir: Path, screen: Screen, *, kept_ones_too: bool) -> Non
         else:
             system.stop()
             screen.print(f"Stopped {running} processes that an earlier run left in {folder}", soft_wrap=True)
+    if kept_ones_too and not found:
+        screen.print(f"Nothing to stop: no system in {workdir} is up", soft_wrap=True)
 
 
 def keep(system: LocalSystem, screen: Screen) -> None:
     """Leave a system up, and say how to use it."""
     kit = system.admin_kit
     text = f"""The system is up, and stays up: a server and {len(system.sites)} hospitals on port {system.port}.
-  console:  {kit}/startup/fl_admin.sh          (user name: {kit.name})
+  console:  {kit}/startup/fl_admin.sh
+            user name {kit.name}; submit_job takes the full path of a job folder
   command:  crossward job submit jobs/fedavg --kit {kit}
             crossward job list --kit {kit}
   FLARE's:  nvflare job list --startup-kit {kit}

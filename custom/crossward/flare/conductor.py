@@ -110,7 +110,7 @@ class Conductor:
         if len(outcome.answered) < enough:
             site, refusal = next(iter(outcome.refused.items()), (None, None))
             if refusal is None:
-                site, refusal = outcome.absent[0], Refusal(Code.NO_ANSWER, seconds=self._timing.join)
+                site, refusal = outcome.absent[0], Refusal(Code.NO_ANSWER, seconds=outcome.waited)
             raise Refusal(refusal.code, site=site, **refusal.numbers)
         self._away.update(outcome.refused)
 
@@ -217,7 +217,7 @@ class Conductor:
         asked = {site: ask(site) for site in coordinator.sites}
         outcome = self._exchange(asked, self._calmly(), best, take, refused="failed")
         if not outcome.answered:
-            refusal = next(iter(outcome.refused.values()), Refusal(Code.NO_ANSWER, seconds=self._timing.round))
+            refusal = next(iter(outcome.refused.values()), Refusal(Code.NO_ANSWER, seconds=outcome.waited))
             raise Refusal(refusal.code, site=next(iter(outcome.refused), None), **refusal.numbers)
         self._progress.event("finished", best, best_round=best, sites=outcome.answered)
         return best, finished
@@ -249,7 +249,7 @@ class Conductor:
             raise self._server_trouble
         for site in outcome.absent:
             if site not in away:
-                silent = Refusal(Code.NO_ANSWER, seconds=patience.longest)
+                silent = Refusal(Code.NO_ANSWER, seconds=outcome.waited)
                 self._progress.trouble("absent", number, site, asked[site][0], silent)
         for site in away.intersection(outcome.answered):
             self._progress.event("back", number, site)

@@ -67,7 +67,11 @@ class FederationController(Controller):
         except Exception as error:
             refusal = _refusal_of(error)
             self.log_exception(fl_ctx, f"the run {run} stopped: {refusal} ({error})", fire_event=False)
-        progress.end(folder, best_round=best, refusal=refusal)
+        try:
+            progress.end(folder, best_round=best, refusal=refusal)
+        except StorageFailure as error:
+            refusal = refusal or _refusal_of(error)
+            self.log_error(fl_ctx, f"how the run {run} ended cannot be written down: {error}", fire_event=False)
         if refusal is not None and not abort_signal.triggered:
             self.system_panic(f"code {int(refusal.code)}: {refusal}", fl_ctx)
 

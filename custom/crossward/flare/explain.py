@@ -267,8 +267,13 @@ def _found(logs: Mapping[str, list[str]], at_work: int | None) -> Iterator[Line]
 def _by_status(status: str, logs: Mapping[str, list[str]], told: Mapping[str, Any] | None) -> Line:
     """What remains to be said where neither the run nor a log at hand gives a cause."""
     cause, next_step = _STATUS.get(status, (f"FLARE ended the job as {status}", "The server's log has more"))
-    begun = told is not None and status != ABORTED
-    if begun and not any(event.get("kind") == "joined" for event in (told or {}).get("events") or []):
+    # FLARE's word for sites that went away: where the run left no word either, they may have refused the job.
+    unsaid = told is not None or status == "FINISHED:ABNORMAL"
+    if (
+        unsaid
+        and status != ABORTED
+        and not any(event.get("kind") == "joined" for event in (told or {}).get("events") or [])
+    ):
         cause = "the sites' processes ended before any site joined: they were killed, or refused what the job names"
         next_step = "Look into the sites' logs (--kits, or at the sites), which say which of the two"
     at_work = int(told.get("round") or 0) + 1 if told else None

@@ -53,6 +53,8 @@ class SiteGate(Filter):
             journal.write({**entry, "left": False, "reason": reason})
             raise PrivacyRefusal(f"the gate stopped an answer to '{task[:40]}': {reason}") from None
         items = items_of(answer)
+        if "round" in answer:
+            entry["round"] = answer["round"]
         record = {**entry, "left": True, "bytes": sum(size for _, _, size in items), "items": items}
         try:
             journal.write(record)

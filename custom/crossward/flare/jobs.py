@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -165,10 +165,12 @@ def read_study(job: Path) -> Study:
     Raises:
         BadInput: it is not a job folder of Crossward, or was changed by hand in one place only.
     """
-    meta = _part(job, META)
+    meta, at_server, at_sites = _part(job, META), _part(job, SERVER), _part(job, CLIENT)
+    _refuse_foreign_code(job, at_server, names.SERVER_CLASSES)
+    _refuse_foreign_code(job, at_sites, names.SITE_CLASSES)
     try:
-        server = _part(job, SERVER)["workflows"][0]["args"]["study"]
-        client = _part(job, CLIENT)["executors"][0]["executor"]["args"]["study"]
+        server = at_server["workflows"][0]["args"]["study"]
+        client = at_sites["executors"][0]["executor"]["args"]["study"]
         noted = notes_of(meta)
         same = server == client == noted["study"]
     except (KeyError, IndexError, TypeError) as error:
@@ -181,6 +183,29 @@ def read_study(job: Path) -> Study:
     if study.digest() != noted["digest"]:
         raise BadInput(f"{job} was changed by hand, or by another version; write it anew with: crossward job export")
     return study
+
+
+def _refuse_foreign_code(job: Path, configuration: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Say at once what every hospital would refuse later, and only in its own log."""
+    if (job / "app" / "custom").exists():
+        raise BadInput(f"{job} carries code (app/custom), which no hospital takes; remove it")
+    for named in _class_paths(configuration):
+        if named not in allowed:
+            raise BadInput(
+                f"{job} names the class {named}, which no hospital allows; write it with: crossward job export"
+            )
+
+
+def _class_paths(configuration: Any) -> Iterator[str]:
+    """Every class that a configuration asks for, however deep."""
+    if isinstance(configuration, Mapping):
+        if isinstance(configuration.get("path"), str):
+            yield configuration["path"]
+        parts: Iterable[Any] = configuration.values()
+    else:
+        parts = configuration if isinstance(configuration, list) else ()
+    for part in parts:
+        yield from _class_paths(part)
 
 
 def _part(job: Path, name: str) -> dict[str, Any]:

@@ -42,12 +42,18 @@ class Patience:
 
 @dataclass
 class Outcome:
-    """Who answered, who refused and why, and who was not heard; ``seconds`` until each answer."""
+    """Who answered, who refused and why, and who was not heard.
+
+    Attributes:
+        seconds: until each answer.
+        waited: seconds until the exchange was over.
+    """
 
     answered: list[str] = field(default_factory=list)
     refused: dict[str, Refusal] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    waited: float = 0.0
 
 
 class Phase:
@@ -106,6 +112,7 @@ class Phase:
             # From here on no answer is taken: a round that is being closed must not change any more.
             self._open = False
         outcome = self._outcome
+        outcome.waited = time.monotonic() - self._began
         for site, task in tasks.items():
             if task.completion_status is None:
                 self._controller.cancel_task(task, fl_ctx=fl_ctx)

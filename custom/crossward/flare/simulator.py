@@ -44,8 +44,7 @@ def simulate_job(job: Path, *, data: Path, sites: Sequence[str], out: Path, time
         BadInput: the output folder is not empty.
         RunFailure: the job did not complete; the log is named.
     """
-    if out.exists() and any(out.iterdir()):
-        raise BadInput(f"{out} is not empty; choose another folder")
+    check_empty(out)
     workspace, state = out / "simulator", out / "state"
     (workspace / "local").mkdir(parents=True)
     policy = {"class_allow_list": [*SERVER_CLASSES, *SITE_CLASSES], "allow_log_streaming": False}
@@ -66,6 +65,12 @@ def simulate_job(job: Path, *, data: Path, sites: Sequence[str], out: Path, time
         except subprocess.TimeoutExpired:
             raise RunFailure(f"the simulator did not end within {timeout:.0f} s; its log is {log}") from None
     return _checked(workspace / "server" / "simulate_job" / RUN_FILES, log)
+
+
+def check_empty(out: Path) -> None:
+    """Refuse a folder that holds something."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(f"{out} is not an empty folder; choose another")
 
 
 def _checked(results: Path, log: Path) -> Path:

@@ -17,7 +17,7 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.site import messages
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, SCORES, TRAIN, VALIDATION, Message
 from crossward.site.study import Study
-from crossward.site.troubles import Code, numbers_of
+from crossward.site.troubles import SITE_CODES, Code, numbers_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_ROUNDS = 1_000_000
@@ -103,7 +103,7 @@ def items_of(answer: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
 
 
 def _rebuilt_trouble(task: str, code: int, answer: Mapping[str, Any]) -> Message:
-    if code not in Code.__members__.values():
+    if code not in SITE_CODES:
         raise PrivacyRefusal(f"{task}: {code} is not a code that may leave the site")
     allowed = dict.fromkeys(numbers_of(Code(code)), _number_or_none)
     if set(answer) - {"code", "numbers"}:

@@ -103,7 +103,7 @@ _WORDS: dict[Code, _Words] = {
         "Start a new run, or install the version that wrote it",
     ),
     Code.NO_ANSWER: _Words(
-        "did not answer in time; its work for this round is not used",
+        "did not answer within {seconds:.0f} s; its work for this round is not used",
         "If it goes on: look whether the site's processes run and reach the server",
         ("seconds",),
     ),
@@ -133,6 +133,10 @@ _WORDS: dict[Code, _Words] = {
         "the server refused the site's report: it is not what the study declares", "The server's log names it"
     ),
 }
+
+
+SITE_CODES = frozenset(code for code in Code if code < Code.NO_ANSWER)
+"""What a site may say of itself; the rest is what the server finds."""
 
 
 def numbers_of(code: Code) -> tuple[str, ...]:
