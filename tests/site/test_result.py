@@ -105,7 +105,7 @@ def test_the_deployed_file_is_the_model_that_was_scored(run: tuple[dict[str, Any
 
 
 def test_the_deployed_model_is_that_of_the_best_round(run: tuple[dict[str, Any], Path, list[Event]]) -> None:
-    """Best on all validation images together, the earliest of equals; only its statistics were refreshed."""
+    """Best on all validation images together, the latest of equals; only its statistics were refreshed."""
     result, folder, events = run
     scores = {event.round_number: event.figures["val_accuracy"] for event in events if event.kind == "aggregated"}
     assert scores.keys() == set(range(1, ROUNDS + 1))
@@ -116,7 +116,7 @@ def test_the_deployed_model_is_that_of_the_best_round(run: tuple[dict[str, Any],
     assert scores == pytest.approx(pooled)
     best = result["best_round"]
     assert scores[best] == max(scores.values())
-    assert best == min(number for number, score in scores.items() if score == scores[best])
+    assert best == max(number for number, score in scores.items() if score == scores[best])
     for name in SITES:
         vault = folder / "sites" / name / "vault"
         deployed = read_tensors(vault / "deployed.safetensors")[0]

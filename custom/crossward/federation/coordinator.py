@@ -176,6 +176,7 @@ class Coordinator:
         after = self._combined
         history = [*self.history, dict(record)]
         self._write_checkpoint(after, history)
+        self._tidy_best()
         shutil.rmtree(self._folder / "spool", ignore_errors=True)
         with self._lock:
             self.state, self.history = after, history
@@ -214,17 +215,22 @@ class Coordinator:
     def keep_best(self) -> None:
         """Keep the current model beside the checkpoint while it is the best one, for sites that were away."""
         if self.best_round == self.state.round_number:
-            self._write_state(self._best_path, self.state, {})
+            self._write_state(self._best_path(self.best_round), self.state, {})
 
     def best_payload(self, site: str) -> Payload:
         """What a site received, or would have received, after the best round."""
-        if self.best_round in (None, self.state.round_number):
+        if self.best_round is None or self.best_round == self.state.round_number:
             return self.payload(site)
-        return self._read_state(self._best_path)[0].payload(site, best_round=self.best_round)
+        return self._read_state(self._best_path(self.best_round))[0].payload(site, best_round=self.best_round)
 
-    @property
-    def _best_path(self) -> Path:
-        return self._folder / "best.safetensors"
+    def _best_path(self, number: int) -> Path:
+        return self._folder / f"best-{number:04d}.safetensors"
+
+    def _tidy_best(self) -> None:
+        """Only now that the scores are in the checkpoint: a resumed run may find another round to be the best."""
+        for path in self._folder.glob("best-*.safetensors"):
+            if self.best_round is None or path != self._best_path(self.best_round):
+                path.unlink(missing_ok=True)
 
     def _write_checkpoint(self, state: State, history: Sequence[Mapping[str, Any]]) -> None:
         progress = {

@@ -18,6 +18,7 @@ from crossward.evaluate.facts import versions, write_result
 from crossward.evaluate.metrics import summarise, wilson_interval
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, OtherStudy, StorageFailure
+from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, read_json, write_json
 from crossward.flare.conductor import Conductor
 from crossward.flare.jobs import Timing
@@ -25,7 +26,8 @@ from crossward.flare.names import RESULT, RUN_FILES, STATISTICS
 from crossward.flare.places import run_folder, server_policy
 from crossward.flare.progress import Progress
 from crossward.site.member import LOCK_PATIENCE, is_disk_full
-from crossward.site.runfolder import DESCRIPTION, owned
+from crossward.site.policy import Policy
+from crossward.site.runfolder import DESCRIPTION, Busy, owned
 from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
@@ -58,7 +60,7 @@ class FederationController(Controller):
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run the job; whatever goes wrong ends in outcome.json first, and only then in FLARE's own report."""
         run = self._resume or fl_ctx.get_job_id()
-        progress = self._progress = Progress(run, rounds=int(self._options.get("task", {}).get("rounds", 0)))
+        progress = self._progress = Progress(run, rounds=_planned(self._options))
         folder = run_folder(fl_ctx) / RUN_FILES
         best: int | None = None
         refusal: Refusal | None = None
@@ -78,7 +80,7 @@ class FederationController(Controller):
     def _run(self, run: str, progress: Progress, results: Path, abort_signal: Signal, fl_ctx: FLContext) -> int:
         began = time.monotonic()
         study = Study.from_options(self._options)
-        folder = server_policy(fl_ctx).run_folder(run)
+        folder = _checked_folder(server_policy(fl_ctx), run)
         if self._resume and not (folder / DESCRIPTION).exists():
             raise Refusal(Code.NOT_RESUMABLE)
         with owned(private_folder(folder), patience=LOCK_PATIENCE):
@@ -120,6 +122,22 @@ class FederationController(Controller):
         self.log_info(fl_ctx, f"{client.name}: an answer to '{task_name}' came too late and is not used")
 
 
+def _planned(options: Mapping[str, Any]) -> int:
+    """The planned rounds, for whoever asks before it is known whether the study can be understood."""
+    task = options.get("task")
+    rounds = task.get("rounds") if isinstance(task, Mapping) else None
+    return rounds if isinstance(rounds, int) else 0
+
+
+def _checked_folder(policy: Policy, run: str) -> Path:
+    """A run's name comes with the job and becomes a folder's, so it may not lead out of the runs."""
+    try:
+        check_site_name(run)
+    except BadInput as error:
+        raise Refusal(Code.NOT_RESUMABLE) from error
+    return policy.run_folder(run)
+
+
 def _described(folder: Path, study: Study, online: list[str]) -> list[str]:
     """The sites of the run: those online when it was started, the same ones when it is resumed."""
     path = folder / DESCRIPTION
@@ -142,6 +160,7 @@ def _refusal_of(error: Exception) -> Refusal:
         (OtherStudy, Code.NOT_RESUMABLE),
         (StorageFailure, Code.SERVER_STORAGE),
         (OSError, Code.SERVER_STORAGE),
+        (Busy, Code.BUSY),
         (BadInput, Code.STUDY),
     )
     return Refusal(next((code for kind, code in kinds if isinstance(error, kind)), Code.SERVER_INTERNAL))

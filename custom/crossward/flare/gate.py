@@ -22,6 +22,7 @@ from crossward.site.declaration import Declaration, items_of
 from crossward.site.journal import Journal
 from crossward.site.messages import OK
 from crossward.site.study import Study
+from crossward.site.troubles import Refusal
 
 JOURNAL = "journal.jsonl"
 _RETURN_CODES = frozenset(value for name, value in vars(ReturnCode).items() if name.isupper())
@@ -41,7 +42,6 @@ class SiteGate(Filter):
         Raises:
             PrivacyRefusal: nothing leaves; FLARE tells the server no more than that a filter refused.
         """
-        journal = Journal(site_policy(fl_ctx).state_root / JOURNAL)
         task = str(fl_ctx.get_prop(FLContextKey.TASK_NAME, ""))
         entry: dict[str, Any] = {"job": fl_ctx.get_job_id(), "task": task[:40]}
         try:
@@ -50,16 +50,16 @@ class SiteGate(Filter):
             # Whatever goes wrong here, nothing leaves; only our own words are sure to hold no values.
             reason = str(error) if isinstance(error, CrosswardError) else type(error).__name__
             self.log_error(fl_ctx, f"the gate stopped an answer to '{task[:40]}': {reason}", fire_event=False)
-            journal.write({**entry, "left": False, "reason": reason})
+            _journal(fl_ctx).write({**entry, "left": False, "reason": reason})
             raise PrivacyRefusal(f"the gate stopped an answer to '{task[:40]}': {reason}") from None
         items = items_of(answer)
         if "round" in answer:
             entry["round"] = answer["round"]
         record = {**entry, "left": True, "bytes": sum(size for _, _, size in items), "items": items}
         try:
-            journal.write(record)
-        except StorageFailure:
-            # A bare code holds nothing of the site's, and is how the server learns that the disk is full.
+            _journal(fl_ctx).write(record)
+        except (StorageFailure, Refusal):
+            # A bare code holds nothing of the site's, and is how the server learns of a full disk or a wrong policy.
             if answer.get("code", OK) == OK:
                 raise
             self.log_error(fl_ctx, "the journal cannot be written; only a code leaves the site", fire_event=False)
@@ -84,6 +84,10 @@ class SiteGate(Filter):
             self._declaration = Declaration(_study_of_job(fl_ctx))
             self._job = job
         return self._declaration
+
+
+def _journal(fl_ctx: FLContext) -> Journal:
+    return Journal(site_policy(fl_ctx).state_root / JOURNAL)
 
 
 def _study_of_job(fl_ctx: FLContext) -> Study:

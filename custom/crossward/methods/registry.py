@@ -70,16 +70,21 @@ def create(name: str, **options: Any) -> Method:
         default = allowed[option][1]
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             options[option] = float(value)
-        elif not _fits(value, hints[option]):
+        elif not fits(value, hints[option]):
             raise BadInput(f"{name}: option '{option}' takes {allowed[option][0]}, not {value!r}")
     return known[name](**options)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the kind that an annotation says; a whole number will do for a float."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(fits(each, get_args(hint)[0]) for each in value)
+    if hint is float and type(value) is int:
+        return True
     if get_args(hint):
-        return any(_fits(value, part) for part in get_args(hint))
+        return any(fits(value, part) for part in get_args(hint))
     return type(value) is hint
 
 

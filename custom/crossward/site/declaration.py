@@ -6,8 +6,8 @@ Whatever is not on it is not dropped quietly: the whole answer is refused.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,17 +58,15 @@ class Declaration:
         if code != OK:
             return _rebuilt_trouble(task, code, answer)
         required, optional = self._required[task], self._optional.get(task, {})
-        rebuilt: Message = {"code": OK}
-        for name, value in answer.items():
-            check = required.get(name) or optional.get(name)
-            if check is not None:
-                rebuilt[name] = check(f"{task}: {name}", value)
-            elif name != "code":
+        checks = {**required, **optional}
+        for name in answer:
+            if name not in checks and name != "code":
                 raise PrivacyRefusal(f"{task}: the answer holds '{name}', which may not leave the site")
         for name in required:
-            if name not in rebuilt:
+            if name not in answer:
                 raise PrivacyRefusal(f"{task}: the answer lacks '{name}'")
-        return rebuilt
+        parts = {name: check(f"{task}: {name}", answer[name]) for name, check in checks.items() if name in answer}
+        return {"code": OK, **parts}
 
     def rows(self) -> list[dict[str, str]]:
         """What may leave, for people: a row per task and kind of content."""
@@ -105,7 +103,7 @@ def items_of(answer: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
 def _rebuilt_trouble(task: str, code: int, answer: Mapping[str, Any]) -> Message:
     if code not in SITE_CODES:
         raise PrivacyRefusal(f"{task}: {code} is not a code that may leave the site")
-    allowed = dict.fromkeys(numbers_of(Code(code)), _number_or_none)
+    allowed = dict.fromkeys(numbers_of(Code(code)), _number)
     if set(answer) - {"code", "numbers"}:
         raise PrivacyRefusal(f"{task}: an answer with code {code} holds more than its numbers")
     numbers = _mapping(allowed, optional=True)(f"{task}: numbers", answer.get("numbers", {}))
@@ -122,7 +120,8 @@ def _mapping(entries: Mapping[str, Check], *, optional: bool = False) -> Check:
         if not optional and len(value) < len(entries):
             missing = next(name for name in entries if name not in value)
             raise PrivacyRefusal(f"{where} lacks '{missing}'")
-        return {name: entries[name](f"{where}/{name}", each) for name, each in value.items()}
+        # The names are ours, not those that came with the answer.
+        return {name: entry(f"{where}/{name}", value[name]) for name, entry in entries.items() if name in value}
 
     return check
 
@@ -151,8 +150,11 @@ def _digest(where: str, value: Any) -> str:
 
 
 def _number_or_none(where: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not math.isfinite(value):
+    return None if value is None else _number(where, value)
+
+
+def _number(where: str, value: Any) -> float:
+    # Compared, not converted: a whole number may be larger than any float.
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= sys.float_info.max:
         raise PrivacyRefusal(f"{where} is not a finite number")
     return float(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -32,16 +34,29 @@ class Journal:
         """
         line = json.dumps({"time": round(time.time(), 3), **entry}, allow_nan=False) + "\n"
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             try:
-                # One call: lines of two processes never mix, and a line is there whole or not at all.
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                whole = _whole_lines(descriptor)
                 if os.write(descriptor, line.encode()) != len(line.encode()):
-                    raise OSError("the line was cut short")
+                    # A part of a line would spoil the one that comes after it.
+                    os.ftruncate(descriptor, whole)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise StorageFailure(f"the journal {self._path} cannot be written: {error.strerror or error}") from error
+
+
+def _whole_lines(descriptor: int) -> int:
+    """Cut off a last line that a power failure left unfinished; gives the size of what stays."""
+    size = os.fstat(descriptor).st_size
+    if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+        return size
+    whole = os.pread(descriptor, size, 0).rfind(b"\n") + 1
+    os.ftruncate(descriptor, whole)
+    return whole
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

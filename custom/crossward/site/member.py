@@ -98,7 +98,9 @@ class Member:
 
     def _finish(self, message: Mapping[str, Any]) -> Message:
         participant = self._admitted(message)
-        best = int(message["round"])
+        best = message.get("round")
+        if type(best) is not int:
+            raise Refusal(Code.BAD_TASK)
         if "tensors" in message:
             # The site was away when the best round's model was handed out, so the server sends it once more.
             participant.receive(messages.unpack_payload(message))
@@ -204,11 +206,13 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
 
 def _checked_run(run: Any) -> str:
     """A run's name becomes a folder's, so it may not lead out of it."""
+    if not isinstance(run, str):
+        raise Refusal(Code.BAD_TASK)
     try:
-        check_site_name(str(run))
+        check_site_name(run)
     except BadInput as error:
         raise Refusal(Code.BAD_TASK) from error
-    return str(run)
+    return run
 
 
 def _has_files(root: Path) -> bool:

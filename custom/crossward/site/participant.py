@@ -152,6 +152,12 @@ class Participant:
                 f"{self.name}, round {payload.round_number}: the server sent '{intruders[0]}', which is not shared; "
                 "the site keeps its own"
             )
+        for name in names_in(self._algebra.layout, *(scope for scope in Scope if scope.leaves)):
+            if name not in payload.tensors or tuple(payload.tensors[name].shape) != self._algebra.sent[name].shape:
+                raise PrivacyRefusal(
+                    f"{self.name}, round {payload.round_number}: the server's model lacks '{name}', or has it in "
+                    "another shape than the study declares"
+                )
         local = self.vault.local(before=payload.round_number + 1)
         own = {name: tensor for name, tensor in payload.tensors.items() if name in self._algebra.layout}
         self._load({**self._start, **local, **own})

@@ -17,8 +17,13 @@ from crossward.federation.storage import read_json, write_json
 from crossward.imaging.data import Cohort
 from crossward.site.study import Study
 
+
 DESCRIPTION = "run.json"
 _PAUSE = 0.5
+
+
+class Busy(BadInput):
+    """Another process holds the folder."""
 
 
 def hold(lock: Path, *, patience: float = 0.0) -> int:
@@ -58,7 +63,7 @@ def owned(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = hold(folder / ".lock", patience=patience)
     except BlockingIOError:
-        raise BadInput(f"another process is running in {folder}; wait for it, or choose another --out") from None
+        raise Busy(f"another process is running in {folder}; wait for it, or choose another --out") from None
     except OSError as error:
         raise BadInput(f"cannot write to {folder} ({error.strerror}); choose another --out") from error
     try:

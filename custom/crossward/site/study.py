@@ -5,18 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, CrosswardError
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.base import Method, Model, Task
-from crossward.methods.registry import create
+from crossward.methods.registry import create, fits
 from crossward.site.devices import Device
 from crossward.site.participant import Participant, Plugs
 from crossward.site.trainer import Training
+
+Part = TypeVar("Part")
+
+
+def _typed(kind: type[Part], **values: Any) -> Part:
+    """Make a part of a study from values that are of the kinds that its fields say."""
+    for name, hint in get_type_hints(kind).items():
+        part = is_dataclass(hint)
+        if name in values and not (isinstance(values[name], hint) if part else fits(values[name], hint)):
+            raise TypeError(f"'{name}' is {values[name]!r}")
+    return kind(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +64,14 @@ class Study:
         try:
             given = dict(options)
             task = dict(given.pop("task"))
-            study = cls(
+            classes = task["classes"]
+            study = _typed(
+                cls,
                 method=create(given.pop("method"), **given.pop("options")),
-                task=Task(**{**task, "classes": tuple(task["classes"])}),
-                training=Training(**given.pop("training")),
-                plugs=Plugs(**given.pop("plugs")),
-                participation=float(given.pop("participation", 1.0)),
+                task=_typed(Task, **{**task, "classes": tuple(classes) if isinstance(classes, list) else classes}),
+                training=_typed(Training, **given.pop("training")),
+                plugs=_typed(Plugs, **given.pop("plugs")),
+                participation=given.pop("participation", 1.0),
                 quorum=given.pop("quorum", None),
             )
         except CrosswardError:
@@ -67,7 +80,7 @@ class Study:
             raise BadInput(f"the study cannot be understood: {error}; write it with: crossward job export") from error
         if given:
             raise BadInput(f"the study has a part that this version does not know: {', '.join(sorted(given))}")
-        return study
+        return replace(study, participation=float(study.participation))
 
     def model(self) -> Model:
         """Build the model, scopes included; the same at the server and at every site."""

@@ -81,7 +81,8 @@ _WORDS: dict[Code, _Words] = {
         "The kit's local/privacy.json must define the scope 'crossward' with its gate; ask the site's administrator",
     ),
     Code.BUSY: _Words(
-        "another job is using the site's state", "Wait until that job has ended, then submit this one again"
+        "another job is using the state of the site or of the run",
+        "Wait until that job has ended, then submit this one again",
     ),
     Code.DATA_CHANGED: _Words(
         "the site's images are not those the run was started with", "Start a new run, or put the images back"

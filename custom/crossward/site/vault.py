@@ -61,7 +61,11 @@ class Vault:
             if number not in (received, best):
                 self._path("model", number).unlink(missing_ok=True)
         trained = [number for number in self._rounds("local") if number <= received]
-        for number in trained[:-2]:
+        needed = set(trained[-2:])
+        if best is not None and not self._path("model", best).exists():
+            # The best model has not been here: it may come at the end, and is then joined with what was trained for it.
+            needed.update([number for number in trained if number <= best][-1:])
+        for number in set(trained) - needed:
             self._path("local", number).unlink(missing_ok=True)
 
     def _path(self, kind: str, round_number: int) -> Path:
