@@ -17,7 +17,6 @@ from crossward.federation.storage import read_json, write_json
 from crossward.imaging.data import Cohort
 from crossward.site.study import Study
 
-
 DESCRIPTION = "run.json"
 _PAUSE = 0.5
 
