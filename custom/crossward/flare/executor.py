@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,8 @@ class SiteExecutor(Executor):
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Answer one task; an exception would be FLARE's to report, in words that nobody checked."""
         del abort_signal
+        # The last task's messages are circles of objects; unless collected, they stay beside this one's.
+        gc.collect()
         message = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
         began = time.monotonic()
         answer = Shareable()
