@@ -404,13 +404,19 @@ def not_finite(answer: Message) -> Message:
     return {**answer, "tally": {**answer["tally"], "n": np.array([np.nan])}}
 
 
+def with_more_right_than_images(answer: Message) -> Message:
+    count = np.array([9.0])
+    counts = {"validation/n": count, "validation/correct": count + 1, "validation/as_received": count}
+    return {**answer, "validation": counts}
+
+
 def with_an_empty_number(answer: Message) -> Message:
     return {"code": int(Code.LABELS), "numbers": {"unknown": None}}
 
 
 @pytest.mark.parametrize(
     "spoil",
-    [planted, of_another_model, of_another_round, not_finite, with_an_empty_number],
+    [planted, of_another_model, of_another_round, not_finite, with_more_right_than_images, with_an_empty_number],
     ids=lambda spoil: spoil.__name__,
 )
 def test_the_server_uses_no_answer_that_is_not_what_was_declared(bench: Bench, in_process: Any, spoil: Any) -> None:
@@ -439,7 +445,7 @@ def test_sites_that_publish_nothing_have_no_scores_and_say_why(bench: Bench) -> 
     assert ended.outcome["status"] == "completed"
     facts = ended.result["sites"]
     assert facts[ALDER]["undefined"]["accuracy"] == "kept by the site's policy"
-    assert facts[BIRCH]["undefined"]["accuracy"] == "the site did not answer at the end"
+    assert facts[BIRCH]["undefined"]["accuracy"] == "the site did not finish; outcome.json says why"
     for site in (ALDER, BIRCH):
         assert {facts[site][name] for name in ("accuracy", "balanced_accuracy", "auc", "n_train", "n_test")} == {None}
         assert facts[site]["as_received"]["accuracy"] is None

@@ -15,7 +15,6 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.signal import Signal
 
 from crossward.federation.contract import Payload
-from crossward.federation.errors import PrivacyRefusal
 from crossward.flare import names
 from crossward.flare.executor import SiteExecutor
 from crossward.flare.gate import SiteGate
@@ -202,7 +201,9 @@ def test_in_the_simulator_answers_take_the_way_through_the_gate_by_hand(
         return {"code": 0, "patients": np.zeros(3)}
 
     monkeypatch.setattr(Member, "answer", leaky)
-    with pytest.raises(PrivacyRefusal, match="patients"):
-        executor.execute(JOIN, as_shareable(addressed(0)), simulated(kit, JOIN), Signal())
-    assert not read_journal(state / "sites" / ME / "journal.jsonl")[-1]["left"]
+    stopped = executor.execute(JOIN, as_shareable(addressed(0)), simulated(kit, JOIN), Signal())
+    assert stopped.get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR
+    assert without_headers(stopped) == {}
+    last = read_journal(state / "sites" / ME / "journal.jsonl")[-1]
+    assert (last["left"], "patients" in last["reason"]) == (False, True)
     executor.handle_event(EventType.END_RUN, simulated(kit, ""))

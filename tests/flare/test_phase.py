@@ -353,7 +353,7 @@ def test_the_memory_of_messages_is_given_back(tried: Any, monkeypatch: pytest.Mo
         it.run(patience(enough=2, grace=0.1))
     assert len(scheduled) == 3
     for task in scheduled:
-        assert "own" not in task.data
+        assert "own" not in (task.data or {})
         assert all(client_task.result is None for client_task in task.client_tasks)
         assert task.timeout > LONG
 

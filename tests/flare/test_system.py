@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from crossward.federation.errors import BadInput, RunFailure
-from crossward.flare import names, system
+from crossward.flare import machine, names, system
 from crossward.flare.kits import SERVER, SiteKit
 from crossward.flare.machine import free_port, port_holder, port_taken
 from crossward.flare.system import (
@@ -244,7 +244,7 @@ def test_a_foreign_program_on_the_port_is_named_and_one_that_goes_away_is_waited
     real: LocalSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real.stop()
-    monkeypatch.setattr(system, "_PORT_WAIT", 1.0)
+    monkeypatch.setattr(machine, "_PORT_WAIT", 1.0)
     foreign = [sys.executable, "-m", "http.server", str(real.port)]
     with subprocess.Popen(foreign, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as holder:
         try:

@@ -103,17 +103,18 @@ class Clock:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, with everything stopped on the way."""
+    """Let SIGTERM and a closed terminal end the command as Ctrl-C does, with everything stopped on the way."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         del number, frame
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_on_flare(
@@ -146,6 +147,10 @@ def run_on_flare(
         if keep:
             poc_systems.keep(system, screen)
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Once is enough: a second one while processes are being ended would leave some behind.
+            signal.signal(number, signal.SIG_IGN)
+        system.stop()
         Screen(stderr=True).print(f"stopped: every process is ended; what was finished is in {out}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     finally:

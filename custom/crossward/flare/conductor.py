@@ -16,7 +16,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
 from crossward.federation.contract import Report, Vector
-from crossward.federation.coordinator import VALIDATION_CORRECT, Coordinator
+from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
 from crossward.federation.errors import PrivacyRefusal, RunFailure, StorageFailure
 from crossward.flare.jobs import Timing
 from crossward.flare.phase import Answer, Outcome, Patience, Phase
@@ -30,6 +30,7 @@ from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
 Tallies = dict[str, Mapping[str, Vector]]
+_MOST_IMAGES = 1e9
 
 
 class Conductor:
@@ -132,7 +133,7 @@ class Conductor:
             task = asked[site][0]
             content = self._checked(task, answer)
             if "validation" in content:
-                validated[site] = content["validation"]
+                validated[site] = _plausible(content["validation"])
             if task == TRAIN:
                 report = messages.unpack_report(site, content)
                 self._accept(report)
@@ -195,7 +196,7 @@ class Conductor:
         validated: Tallies = {}
 
         def take(site: str, answer: Answer) -> None:
-            validated[site] = self._checked(EVALUATE, answer)["validation"]
+            validated[site] = _plausible(self._checked(EVALUATE, answer)["validation"])
 
         self._exchange(asked, self._calmly(), number, take, refused="failed")
         self._assess(validated)
@@ -270,3 +271,11 @@ class Conductor:
 
     def _with_model(self, site: str, number: int) -> Answer:
         return {**self._address(number), **messages.pack_payload(self._coordinator.payload(site))}
+
+
+def _plausible(tally: Mapping[str, Vector]) -> Mapping[str, Vector]:
+    """Refuse counts that cannot be counts: one site must not choose the round that all sites deploy."""
+    count = tally[VALIDATION_COUNT].item()
+    if not all(0 <= tally[key].item() <= count < _MOST_IMAGES for key in (VALIDATION_CORRECT, VALIDATION_AS_RECEIVED)):
+        raise Refusal(Code.NOT_DECLARED)
+    return tally

@@ -107,10 +107,6 @@ class Console:
             copy = shutil.copytree(job, Path(folder) / job.resolve().name)
             return str(self._ask(lambda session: session.submit_job(str(copy)), f"submit {job}"))
 
-    def status(self, job_id: str) -> str:
-        """FLARE's status of a job."""
-        return str(self.meta(job_id).get("status", ""))
-
     def meta(self, job_id: str) -> dict[str, Any]:
         """FLARE's metadata of a job."""
         return dict(self._ask(lambda session: session.get_job_meta(job_id), f"look at job {job_id}"))

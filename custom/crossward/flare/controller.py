@@ -32,7 +32,7 @@ from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
 _KEPT_BY_POLICY = "kept by the site's policy"
-_NOT_HEARD = "the site did not answer at the end"
+_NOT_HEARD = "the site did not finish; outcome.json says why"
 
 
 class FederationController(Controller):
@@ -101,11 +101,18 @@ class FederationController(Controller):
             try:
                 best, published = conductor.conduct()
             finally:
-                progress.keep(folder / "events.jsonl")
+                self._keep(progress, folder / "events.jsonl", fl_ctx)
             result = _result(study, coordinator, best, published, run=run, seconds=time.monotonic() - began)
             for place in (folder, results):
                 write_result(place / RESULT, result)
             return best
+
+    def _keep(self, progress: Progress, path: Path, fl_ctx: FLContext) -> None:
+        """Events are for people to look back on: that they cannot be kept must not hide how the run ended."""
+        try:
+            progress.keep(path)
+        except OSError as error:
+            self.log_error(fl_ctx, f"the run's events cannot be kept: {error}", fire_event=False)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Answer the administrator's question how far the job is."""

@@ -9,10 +9,12 @@ from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import ReservedHeaderKey, Shareable
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.apis.signal import Signal
 
+from crossward.federation.errors import CrosswardError
 from crossward.flare.gate import SiteGate
 from crossward.flare.places import is_simulated, site_policy
 from crossward.site import messages
@@ -44,7 +46,12 @@ class SiteExecutor(Executor):
         seconds = time.monotonic() - began
         self.log_info(fl_ctx, f"answered '{task_name}' of round {message.get('round')} after {seconds:.2f} s of work")
         # The simulator leaves out a site's filters: there the answer takes the same way by hand.
-        return self._simulated_gate.process(answer, fl_ctx) if is_simulated(fl_ctx) else answer
+        if not is_simulated(fl_ctx):
+            return answer
+        try:
+            return self._simulated_gate.process(answer, fl_ctx)
+        except CrosswardError:
+            return make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
 
     def _answer(self, task_name: str, message: Mapping[str, Any], fl_ctx: FLContext) -> messages.Message:
         if self._member is None:

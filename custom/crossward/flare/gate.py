@@ -18,8 +18,10 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from crossward.federation.errors import CrosswardError, PrivacyRefusal, StorageFailure
 from crossward.flare.names import EXECUTOR
 from crossward.flare.places import job_configuration, site_policy
+from crossward.site import messages
 from crossward.site.declaration import Declaration, items_of
 from crossward.site.journal import Journal
+from crossward.site.member import refusal_of
 from crossward.site.messages import OK
 from crossward.site.study import Study
 from crossward.site.troubles import Refusal
@@ -58,11 +60,11 @@ class SiteGate(Filter):
         record = {**entry, "left": True, "bytes": sum(size for _, _, size in items), "items": items}
         try:
             _journal(fl_ctx).write(record)
-        except (StorageFailure, Refusal):
+        except (StorageFailure, Refusal) as error:
+            self.log_error(fl_ctx, f"{error}; only a code leaves the site", fire_event=False)
             # A bare code holds nothing of the site's, and is how the server learns of a full disk or a wrong policy.
             if answer.get("code", OK) == OK:
-                raise
-            self.log_error(fl_ctx, "the journal cannot be written; only a code leaves the site", fire_event=False)
+                rebuilt = _shareable(messages.trouble(refusal_of(error)))
         return rebuilt
 
     def _rebuilt(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> tuple[Shareable, dict[str, Any]]:
@@ -73,10 +75,9 @@ class SiteGate(Filter):
             return make_reply(code), {}
         content = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
         answer = self._whitelist(fl_ctx).rebuild(task, content)
-        rebuilt = Shareable()
-        rebuilt.update(answer)
-        rebuilt.set_return_code(ReturnCode.OK)
-        return rebuilt, answer
+        if "scores" in answer and not site_policy(fl_ctx).publishes(answer["scores"]["n_test"] or 0):
+            raise PrivacyRefusal(f"{task}: the site's policy keeps its scores")
+        return _shareable(answer), answer
 
     def _whitelist(self, fl_ctx: FLContext) -> Declaration:
         job = fl_ctx.get_job_id()
@@ -84,6 +85,13 @@ class SiteGate(Filter):
             self._declaration = Declaration(_study_of_job(fl_ctx))
             self._job = job
         return self._declaration
+
+
+def _shareable(answer: messages.Message) -> Shareable:
+    shareable = Shareable()
+    shareable.update(answer)
+    shareable.set_return_code(ReturnCode.OK)
+    return shareable
 
 
 def _journal(fl_ctx: FLContext) -> Journal:

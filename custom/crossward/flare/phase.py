@@ -172,6 +172,8 @@ class Phase:
                 self._outcome.answered.append(site)
             except Refusal as refusal:
                 self._outcome.refused[site] = refusal
+                if refusal.__cause__ is not None:
+                    self._controller.log_warning(fl_ctx, f"{site}: {refusal} ({str(refusal.__cause__)!r})")
                 self._on_refusal(site, refusal)
             except Exception as error:
                 self._controller.log_exception(fl_ctx, f"the answer of {site} could not be used: {error}")

@@ -28,7 +28,6 @@ PARENT: Final = "parent"
 JOB: Final = "job"
 _PAUSE: Final = "pause"
 
-_PORT_WAIT: Final = 20.0
 _END_WAIT: Final = 15.0
 _KINDLY: Final = 3.0
 _POLL: Final = 0.1

@@ -110,7 +110,7 @@ class Member:
             {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
         )
         answer: Message = {"round": best}
-        if self._policy.publish_scores and facts["n_test"] >= self._policy.minimum_cell:
+        if self._policy.publishes(facts["n_test"]):
             answer["scores"] = _published(facts)
         return answer
 

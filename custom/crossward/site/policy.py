@@ -55,6 +55,10 @@ class Policy:
             **{name: properties[name] for name in ("publish_scores", "minimum_cell") if name in properties},
         )
 
+    def publishes(self, n_test: float) -> bool:
+        """Whether scores on so many test images may leave."""
+        return self.publish_scores and n_test >= self.minimum_cell
+
     def run_folder(self, run: str) -> Path:
         """Where this site keeps what belongs to a run."""
         return self.state_root / "runs" / run
