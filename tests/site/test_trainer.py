@@ -304,7 +304,7 @@ def test_an_empty_split_has_no_answers() -> None:
     method = FedAvg()
     split = made_up_split(0, seed=1)
     assert correct_count(built(method), method, split, device=CPU) == 0
-    assert len(predict(built(method), method, split, device=CPU)) == 0
+    assert len(predict(built(method), method, split, device=CPU).probabilities) == 0
 
 
 @given(count=st.integers(1, 12))
@@ -312,7 +312,7 @@ def test_predictions_keep_the_order_and_do_not_depend_on_the_batch(count: int) -
     method = FedAvg()
     model = built(method).eval()
     split = made_up_split(count, seed=3)
-    whole = predict(model, method, split, device=CPU)
+    whole = predict(model, method, split, device=CPU).probabilities
     with torch.no_grad():
         single = torch.cat([model(image[None]).logits.softmax(1) for image in split.images])
     assert torch.allclose(whole, single, atol=1e-6)
@@ -322,7 +322,7 @@ def test_predictions_keep_the_order_and_do_not_depend_on_the_batch(count: int) -
 def test_a_prediction_over_several_evaluation_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     method, split = FedAvg(), made_up_split(13, seed=3)
     model = built(method)
-    whole = predict(model, method, split, device=CPU)
+    whole = predict(model, method, split, device=CPU).probabilities
     monkeypatch.setattr("crossward.site.trainer.EVALUATION_BATCH", 4)
-    assert torch.allclose(predict(model, method, split, device=CPU), whole, atol=1e-6)
+    assert torch.allclose(predict(model, method, split, device=CPU).probabilities, whole, atol=1e-6)
     assert len(whole) == 13

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, layout_of, mark
 from crossward.federation.seeds import derive
 from crossward.nets.resnet import Norm, ResNet
+from crossward.uncertainty.evidence import Opinion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +94,38 @@ class Prediction:
         probabilities: [b,K], rows sum to 1.
         uncertainty: [b] in [0,1]; for softmax, one minus the largest probability.
         features: [b,d], pooled.
+        opinions: of every head by its name, and of the heads together as ``fused``; none without evidence.
+        conflict: [b] between the heads' opinions; None where there are not two.
     """
 
     probabilities: Tensor
     uncertainty: Tensor
     features: Tensor
+    opinions: Mapping[str, Opinion] = field(default_factory=dict)
+    conflict: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prediction]) -> Prediction:
+        """Put the answers for one or more batches together, in float32 on the CPU."""
+
+        def joint(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat([tensor.float().cpu() for tensor in tensors])
+
+        conflicts = [part.conflict for part in parts if part.conflict is not None]
+        opinions = {
+            name: Opinion(
+                joint(part.opinions[name].belief for part in parts),
+                joint(part.opinions[name].uncertainty for part in parts),
+            )
+            for name in parts[0].opinions
+        }
+        return cls(
+            joint(part.probabilities for part in parts),
+            joint(part.uncertainty for part in parts),
+            joint(part.features for part in parts),
+            opinions,
+            joint(conflicts) if conflicts else None,
+        )
 
 
 class FeatureBlock(nn.Module):
@@ -105,6 +133,12 @@ class FeatureBlock(nn.Module):
 
     A filling marks its own scopes when it is built, and brings its own loss terms.
     """
+
+    coupled: frozenset[str] = frozenset()
+    """Loss terms that are scalars of the whole batch."""
+
+    def forget_local(self) -> None:
+        """Work from now on without tensors that never leave a site, as at a hospital that did not train."""
 
     def forward(
         self, stage: int, features: Tensor, notes: dict[str, Tensor], generator: torch.Generator | None
@@ -124,6 +158,12 @@ class FeatureBlock(nn.Module):
 
 class Head(nn.Module, ABC):
     """Plug point from pooled features to an answer. A filling marks its own scopes when it is built."""
+
+    coupled: frozenset[str] = frozenset()
+    """Loss terms that are scalars of the whole batch."""
+
+    def forget_local(self) -> None:
+        """Answer from now on without tensors that never leave a site, as at a hospital that did not train."""
 
     @abstractmethod
     def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
@@ -178,12 +218,23 @@ class Model(nn.Module):
         pooled = features.mean(dim=(2, 3))
         return Trace(pooled, self.head(pooled, notes), notes)
 
+    def forget_local(self) -> None:
+        """Answer from now on as at a hospital that did not train, which has only what was shared."""
+        self.block.forget_local()
+        self.head.forget_local()
+
+    @property
+    def coupled(self) -> frozenset[str]:
+        """The loss terms of block and head whose value depends on the whole batch."""
+        return self.block.coupled | self.head.coupled
+
 
 BlockFactory = Callable[[Task, ResNet], FeatureBlock]
 HeadFactory = Callable[[Task, int], Head]
 
 BLOCKS: dict[str, BlockFactory] = {"none": lambda task, backbone: FeatureBlock()}
 HEADS: dict[str, HeadFactory] = {"softmax": lambda task, features: SoftmaxHead(features, len(task.classes))}
+"""What a study can plug into any method, by name; a method's file adds its own when it is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,21 +250,33 @@ class Method:
     """The stated policy for normalisation layers, in a few words."""
 
     coupled: ClassVar[frozenset[str]] = frozenset()
-    """Loss terms whose value depends on the whole batch, which per-sample clipping cannot take as they are."""
+    """The method's own loss terms whose value depends on the whole batch; a block or head declares its own."""
 
-    block: ClassVar[str] = "none"
-    head: ClassVar[str] = "softmax"
-    """What this method plugs in where the study does not say."""
+    def block(self, task: Task, backbone: ResNet) -> FeatureBlock:
+        """The feature block of this method, where the study does not say."""
+        del task, backbone
+        return FeatureBlock()
+
+    def head(self, task: Task, features: int) -> Head:
+        """The head of this method, where the study does not say."""
+        return SoftmaxHead(features, len(task.classes))
 
     def build(self, task: Task, *, block: str | None = None, head: str | None = None) -> Model:
-        """Build the model, scopes included; the same task gives the same start at every site."""
-        block, head = block or self.block, head or self.head
+        """Build the model, scopes included; the same task gives the same start at every site.
+
+        Args:
+            task: of the study.
+            block: plug in this block of ``BLOCKS`` instead of the method's own.
+            head: plug in this head of ``HEADS`` instead of the method's own.
+        """
         for plug, known in ((block, BLOCKS), (head, HEADS)):
-            if plug not in known:
+            if plug is not None and plug not in known:
                 raise BadInput(f"there is no '{plug}' to plug in; there is: {', '.join(known)}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(task.seed, "start"))
-            model = self.assemble(task, BLOCKS[block], HEADS[head])
+            model = self.assemble(
+                task, self.block if block is None else BLOCKS[block], self.head if head is None else HEADS[head]
+            )
             self.place(model)
         return model
 

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import crossward.methods
@@ -48,6 +48,10 @@ def options_of(method: type[Method]) -> dict[str, tuple[str, Any]]:
 
 
 def _words(hint: Any) -> str:
+    if hint is NoneType:
+        return "none"
+    if get_origin(hint) is tuple:
+        return f"list of {_words(get_args(hint)[0])}"
     if get_origin(hint) is not None:
         return " or ".join(_words(part) if isinstance(part, type) else repr(part) for part in get_args(hint))
     return hint.__name__ if isinstance(hint, type) else str(hint)
@@ -68,6 +72,8 @@ def create(name: str, **options: Any) -> Method:
             listed = ", ".join(allowed) or "none"
             raise BadInput(f"{name} has no option '{option}'{_nearest(option, allowed)}; it has: {listed}")
         default = allowed[option][1]
+        if isinstance(default, tuple) and isinstance(value, list):
+            value = options[option] = tuple(value)
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             options[option] = float(value)
         elif not fits(value, hints[option]):

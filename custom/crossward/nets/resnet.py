@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 Norm = Literal["batch", "group"]
 
@@ -25,13 +26,40 @@ def is_normalisation(module: nn.Module) -> bool:
     return isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm | nn.LocalResponseNorm)
 
 
+class _LoneSample(_BatchNorm):
+    """BatchNorm that takes its running statistics for a single value per channel, which has no variance of its own."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training and features.numel() == self.num_features:
+            return functional.batch_norm(
+                features, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+            )
+        return super().forward(features)
+
+
+class MapNorm(_LoneSample, nn.BatchNorm2d):
+    """BatchNorm of feature maps [b,c,h,w]."""
+
+
+class VectorNorm(_LoneSample, nn.BatchNorm1d):
+    """BatchNorm of vectors [b,c]."""
+
+
 def make_norm(norm: Norm, channels: int) -> nn.Module:
-    """Make a normalisation layer; GroupNorm takes gcd(32, channels) groups of at least two channels."""
+    """Make a normalisation layer for maps; GroupNorm takes gcd(32, channels) groups of at least two channels."""
     if norm == "batch":
-        return nn.BatchNorm2d(channels)
+        return MapNorm(channels)
     if norm == "group":
         return nn.GroupNorm(max(1, min(math.gcd(32, channels), channels // 2)), channels)
     raise ValueError(f"norm '{norm}' is neither 'batch' nor 'group'")
+
+
+def make_vector_norm(norm: Norm, channels: int) -> nn.Module:
+    """Make a normalisation layer for vectors.
+
+    Without a spatial extent a group of two channels could only become +1 and -1, whatever the image: one group.
+    """
+    return VectorNorm(channels) if norm == "batch" else nn.GroupNorm(1, channels)
 
 
 class BasicBlock(nn.Module):

@@ -195,7 +195,7 @@ class Participant:
         return correct_count(model, self.method, self.data.val, device=self._device)
 
     def _score(self, model: Model, round_number: int) -> dict[str, Any]:
-        answers = predict(model, self.method, self.data.test, device=self._device)
+        answers = predict(model, self.method, self.data.test, device=self._device).probabilities
         if not torch.isfinite(answers).all():
             raise SiteFailure(
                 site=self.name,

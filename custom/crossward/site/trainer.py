@@ -18,7 +18,7 @@ from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, Vector
 from crossward.federation.errors import BadInput, SiteFailure
 from crossward.federation.seeds import derive
 from crossward.imaging.data import Split, batches
-from crossward.methods.base import Batch, Context, Method, Model
+from crossward.methods.base import Batch, Context, Method, Model, Prediction
 from crossward.site.devices import Device
 
 EVALUATION_BATCH = 256
@@ -104,7 +104,7 @@ def train_round(
         with device.autocast():
             trace = model(batch.images, context.generator)
             terms = method.terms(model, trace, batch, context)
-            loss = torch.stack([term.float().mean() for term in terms.values()]).sum()
+            loss = torch.stack([_mean(term.float()) for term in terms.values()]).sum()
             penalties = method.penalty(model, context)
         objective = loss + sum(penalties.values(), start=loss.new_zeros(())) if penalties else loss
         if device.kind.type == "cpu" and not torch.isfinite(objective):
@@ -135,6 +135,11 @@ def train_round(
         CORRECT: np.array([correct]),
         SEEN: np.array([seen]),
     }
+
+
+def _mean(term: Tensor) -> Tensor:
+    """The mean over a batch; nothing was lost on an empty one."""
+    return term.mean() if term.numel() else term.sum()
 
 
 def _diverged(context: Context, step: int | None) -> SiteFailure:
@@ -189,18 +194,19 @@ def refreshed(model: Model, split: Split, *, device: Device, seed: int) -> Model
     return model.eval()
 
 
-def predict(model: Model, method: Method, split: Split, *, device: Device) -> Tensor:
-    """Give the probabilities [n,K] of a split's images, in order."""
+def predict(model: Model, method: Method, split: Split, *, device: Device) -> Prediction:
+    """Answer for a split's images, in order."""
     model.eval()
-    answers = []
     with torch.inference_mode(), device.autocast():
-        for images, _ in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False):
-            answers.append(method.predict(model, device.images(images)).probabilities.float().cpu())
-    return torch.cat(answers) if answers else torch.zeros(0, 0)
+        answers = [
+            method.predict(model, device.images(images))
+            for images, _ in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False)
+        ] or [method.predict(model, device.images(split.images))]
+    return Prediction.joined(answers)
 
 
 def correct_count(model: Model, method: Method, split: Split, *, device: Device) -> int:
     """Count a split's images that the model answers correctly."""
     if not len(split):
         return 0
-    return int((predict(model, method, split, device=device).argmax(1) == split.labels).sum())
+    return int((predict(model, method, split, device=device).probabilities.argmax(1) == split.labels).sum())
