@@ -18,7 +18,7 @@ def task_of(depth: int, norm: Norm) -> Task:
 
 def norm_tensors(model: nn.Module) -> set[str]:
     """Tensors of normalisation layers, found without the package's own test for them."""
-    kinds = ("BatchNorm2d", "GroupNorm")
+    kinds = ("MapNorm", "GroupNorm")
     layers = [(name, module) for name, module in model.named_modules() if type(module).__name__ in kinds]
     return {f"{name}.{tensor}" for name, module in layers for tensor in module.state_dict()}
 

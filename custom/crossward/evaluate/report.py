@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from crossward.evaluate.facts import checked
 from crossward.evaluate.plots import STYLE, Html, heat_map, interval_bar, join, legend, rounds_chart, tag, thumbnail
+from crossward.evaluate.report_features import feature_pages
+from crossward.evaluate.report_flags import flagged_scans
 from crossward.evaluate.table import AS_RECEIVED, percent, ratio, site_sheet
 from crossward.federation.storage import atomic_file
 
@@ -35,6 +37,7 @@ def write_report(
     path: str | os.PathLike[str],
     result: Mapping[str, Any],
     samples: Mapping[str, npt.NDArray[np.uint8]] | None = None,
+    pictures: Mapping[str, npt.NDArray[np.uint8]] | None = None,
 ) -> None:
     """Writes the report of a run as one HTML file that needs no network.
 
@@ -42,9 +45,10 @@ def write_report(
         path: where to write; replaced atomically.
         result: as in `result.json`.
         samples: for a site's name a few of its images, uint8 [k, h, w] or [k, h, w, 3].
+        pictures: single images that the result refers to by these names, uint8 [h, w] or [h, w, 3].
     """
     result = checked(result)
-    page = tag("main", *_sections(result, samples or {}))
+    page = tag("main", *_sections(result, samples or {}, pictures or {}))
     head = join(
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
@@ -56,14 +60,20 @@ def write_report(
         stream.write(document.encode("utf-8", errors="replace"))
 
 
-def _sections(result: Mapping[str, Any], samples: Mapping[str, npt.NDArray[np.uint8]]) -> Iterator[Html]:
+def _sections(
+    result: Mapping[str, Any],
+    samples: Mapping[str, npt.NDArray[np.uint8]],
+    pictures: Mapping[str, npt.NDArray[np.uint8]],
+) -> Iterator[Html]:
     yield _opening(result)
     yield _warnings(result.get("warnings") or [])
     yield _tiles(result)
     yield _hospitals(result)
     yield _alone(result)
+    yield flagged_scans(result, pictures)
     yield _progress(result)
     yield _transfer(result.get("cross_site"))
+    yield feature_pages(result, pictures)
     yield _samples(result, samples)
     yield _privacy(result["privacy"])
     yield _rounds(result)

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from crossward.evaluate.metrics import summarise
-from crossward.federation.storage import read_json, read_tensors
+from crossward.federation.storage import read_json
 from crossward.imaging.data import Cohort
 from crossward.methods.registry import create
-from crossward.site.devices import Device
+from crossward.site.deployed import deployed_models
 from crossward.site.figures import facts_of
 from crossward.site.inprocess import simulate
 from crossward.site.study import Study
-from crossward.site.trainer import correct_count
 
 _NOT_OF_A_SITE = ("site", "run", "method", "best_round")
 
@@ -60,20 +59,10 @@ def alone(cohort: Cohort, study: Study, folder: Path) -> dict[str, Any]:
 
 def _cross_site(cohort: Cohort, study: Study, folders: Mapping[str, Path]) -> dict[str, Any]:
     """Every site's deployed model on every site's test images."""
-    names = list(folders)
-    device = Device.best()
+    models, names = deployed_models(study, folders), list(folders)
 
     def row(name: str) -> list[float | None]:
-        path = folders[name] / "vault" / "deployed.safetensors"
-        if not path.exists():
-            return [None] * len(names)
-        model = study.model()
-        model.load_state_dict(read_tensors(path)[0])
-        place = device.take(model)
-        tests = [cohort.sites[other].test for other in names]
-        return [
-            correct_count(model, study.method, test, device=place) / len(test) if len(test) else None for test in tests
-        ]
+        return [models[name].accuracy(cohort.sites[other].test) if name in models else None for other in names]
 
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return {"sites": names, "accuracy": list(pool.map(row, names))}
