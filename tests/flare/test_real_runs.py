@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.flare]
 EQUAL = 1e-6
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "f2dc", "rfeddis"])
 def test_in_process_simulator_and_real_processes_give_the_same_model(
     hospitals: Hospitals, method: str, tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def check_what_left(hospitals: Hospitals, study: Study, job: str) -> None:
 
 
 def test_local_tensors_survive_a_restart_of_everything(hospitals: Hospitals) -> None:
-    study = small_study("fedbn", hospitals.cohort, rounds=4, steps=20)
+    study = small_study("rfeddis", hospitals.cohort, rounds=4, steps=20)
     with hospitals.console() as console:
         stopped, _ = watched(console, hospitals.job(study), {("closed", 2): console.abort})
     assert stopped.status == "aborted"
