@@ -124,7 +124,7 @@ def test_the_page_needs_no_network_and_forbids_it(make, tmp_path):
 def test_every_plot_and_picture_has_words_for_it(make, tmp_path):
     page, _ = report(tmp_path, make(), {"North": np.zeros((2, 4, 4), dtype=np.uint8)})
     plots = [svg for svg in page.all("svg") if "aria-hidden" not in svg]
-    assert len(plots) == 6  # a bar and a chart for each hospital
+    assert len(plots) == 7  # a bar and a chart for each hospital, and the chart of their average
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in plots)
     assert [image["alt"] for image in page.all("img")] == [
         "Sample 1 of North, Scanner 0",

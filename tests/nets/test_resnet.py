@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossward.nets import ResNet, is_normalisation
-from crossward.nets.resnet import BasicBlock, Norm, make_norm
+from crossward.nets.resnet import BasicBlock, MapNorm, Norm, VectorNorm, make_norm, make_vector_norm
 
 NORMS: list[Norm] = ["batch", "group"]
 TINY = 0.0625
@@ -195,3 +195,93 @@ def test_normalisation_layers_are_known_by_their_type(layer: nn.Module) -> None:
 @pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.Linear(1, 1), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(2))])
 def test_other_layers_are_not(layer: nn.Module) -> None:
     assert not is_normalisation(layer)
+
+
+LONE = [(MapNorm, nn.BatchNorm2d, (1, 3, 1, 1)), (VectorNorm, nn.BatchNorm1d, (1, 3))]
+SEVERAL = [
+    (MapNorm, nn.BatchNorm2d, (2, 3, 1, 1)),
+    (MapNorm, nn.BatchNorm2d, (1, 3, 2, 1)),
+    (MapNorm, nn.BatchNorm2d, (5, 3, 4, 4)),
+    (VectorNorm, nn.BatchNorm1d, (2, 3)),
+    (VectorNorm, nn.BatchNorm1d, (5, 3)),
+]
+
+
+def statistics_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+
+@pytest.mark.parametrize(("own", "plain", "shape"), SEVERAL)
+@pytest.mark.parametrize("training", [True, False])
+def test_with_two_values_or_more_it_is_batch_norm_to_the_last_bit(
+    own: type[nn.Module], plain: type[nn.Module], shape: tuple[int, ...], training: bool
+) -> None:
+    layers = [kind(3).train(training) for kind in (own, plain)]
+    assert isinstance(layers[0], plain)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        features = torch.randn(shape, generator=generator)
+        assert torch.equal(layers[0](features), layers[1](features))
+    one, other = (statistics_of(layer) for layer in layers)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert layers[0].state_dict().keys() == layers[1].state_dict().keys()
+
+
+@pytest.mark.parametrize(("own", "plain", "shape"), LONE)
+def test_a_lone_value_is_normalised_by_the_running_statistics_and_leaves_them_alone(
+    own: type[nn.Module], plain: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        plain(3).train()(torch.zeros(shape))
+    layer = own(3).train()
+    state = layer.state_dict()
+    state["running_mean"].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    state["running_var"].copy_(torch.tensor([4.0, 9.0, 16.0]) - 1e-5)
+    state["weight"].copy_(torch.tensor([1.0, 2.0, 1.0]))
+    state["bias"].copy_(torch.tensor([0.0, 0.0, 5.0]))
+    before = statistics_of(layer)
+    features = torch.tensor([5.0, 5.0, 5.0]).reshape(shape).requires_grad_()
+    result = layer(features)
+    # (5 - 1) / 2, 2 (5 - 2) / 3 and (5 - 3) / 4 + 5.
+    torch.testing.assert_close(result.flatten(), torch.tensor([2.0, 2.0, 5.5]))
+    result.sum().backward()
+    assert features.grad is not None
+    torch.testing.assert_close(features.grad.flatten(), torch.tensor([1 / 2, 2 / 3, 1 / 4]))
+    assert all(torch.equal(before[name], buffer) for name, buffer in layer.named_buffers())
+
+
+@pytest.mark.parametrize(("own", "shape"), [(MapNorm, (0, 3, 2, 2)), (VectorNorm, (0, 3))])
+def test_no_value_at_all_leaves_the_statistics_finite(own: type[nn.Module], shape: tuple[int, ...]) -> None:
+    layer = own(3).train()
+    layer(torch.randn(4, *shape[1:], generator=torch.Generator().manual_seed(1)))
+    layer(torch.zeros(shape)).sum().backward()
+    assert all(torch.isfinite(tensor).all() for tensor in layer.state_dict().values())
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_backbone_trains_on_one_image_of_8_pixels(norm: Norm) -> None:
+    model = ResNet(width=TINY, norm=norm).train()
+    images = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    model(images).square().sum().backward()
+    assert all(parameter.grad is not None and torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_layers_for_maps_and_for_vectors_are_known_as_normalisation() -> None:
+    for layer in (make_norm("batch", 4), make_vector_norm("batch", 4), make_vector_norm("group", 4)):
+        assert is_normalisation(layer)
+    assert isinstance(make_norm("batch", 4), MapNorm)
+    assert isinstance(make_vector_norm("batch", 4), VectorNorm)
+
+
+@pytest.mark.parametrize("channels", [3, 4, 32, 128])
+def test_a_vector_is_normalised_as_one_group(channels: int) -> None:
+    layer = make_vector_norm("group", channels)
+    assert isinstance(layer, nn.GroupNorm)
+    vectors = torch.randn(6, channels, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    result = layer.double()(vectors)
+    # By hand: the mean over a sample's own channels, and their variance divided by the number of them.
+    centred = vectors - vectors.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(result, centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt())
+    assert len(result.detach().round(decimals=6).unique()) > 6

@@ -19,6 +19,7 @@ from crossward.imaging.data import Split
 from crossward.methods.base import Batch, Context, Model, Trace
 from crossward.methods.fedavg import FedAvg
 from crossward.methods.registry import create
+from crossward.nets.resnet import Norm
 from crossward.site.trainer import CORRECT, LOSS, SEEN, Training, correct_count, predict, train_round
 
 ROUNDS = 4
@@ -326,3 +327,20 @@ def test_a_prediction_over_several_evaluation_batches(monkeypatch: pytest.Monkey
     monkeypatch.setattr("crossward.site.trainer.EVALUATION_BATCH", 4)
     assert torch.allclose(predict(model, method, split, device=CPU).probabilities, whole, atol=1e-6)
     assert len(whole) == 13
+
+
+@pytest.mark.parametrize("name", ["fedavg", "f2dc", "rfeddis"])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_an_empty_batch_teaches_nothing_and_does_no_harm(
+    name: str, norm: Norm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches drawn by chance, as under differential privacy, can be empty."""
+    split = made_up_split(4, seed=1)
+    monkeypatch.setattr("crossward.site.trainer.batches", lambda *_, **__: iter([(split.images[:0], split.labels[:0])]))
+    method = create(name)
+    model = method.build(made_up_task(norm=norm))
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    tally = train(method, split, model=model, round_number=2, steps=3, weight_decay=0.0)
+    assert tally[LOSS].item() == tally[SEEN].item() == tally[CORRECT].item() == 0
+    assert all(torch.equal(parameter, before[key]) for key, parameter in model.named_parameters())
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())

@@ -9,14 +9,33 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from crossward.cli import bench_combine, bench_flare, bench_skew, bench_table, bench_training
-from crossward.cli.study_options import parse_names
+from crossward.cli import (
+    bench_combine,
+    bench_efficiency,
+    bench_flare,
+    bench_skew,
+    bench_table,
+    bench_trace,
+    bench_training,
+    bench_uncertainty,
+)
+from crossward.cli.bench_variants import parse_variant, parse_variants
+from crossward.cli.study_options import check_choices, check_folder, parse_names
 from crossward.federation.errors import BadInput
+from crossward.imaging.data import load
+from crossward.methods import Task
+from crossward.site.trainer import Training
 
 app = typer.Typer(help="Measure speed, memory and methods, as ratios in one run.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")]
+Classes = Annotated[str | None, typer.Option(help="Only these labels, with commas.")]
+Sites = Annotated[str | None, typer.Option(help="Only these sites, with commas.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Sites that train at once; one per core if not given.")]
+Noise = Annotated[float, typer.Option(min=0, help="Standard deviation of the noise, in normalised units.")]
 
 
 @app.callback()
@@ -24,17 +43,31 @@ def root() -> None:
     """Measure speed, memory and methods, as ratios in one run."""
 
 
-def show(rows: list[dict[str, Any]], *, title: str, as_json: bool) -> None:
-    """Print rows as a table, or as JSON."""
+def show(rows: list[dict[str, Any]], *, title: str, as_json: bool = False, markdown: bool = False) -> None:
+    """Print rows as a table, as Markdown, or as JSON."""
     if as_json:
         typer.echo(json.dumps(rows, indent=2, allow_nan=False))
         return
-    table = Table(title=title, title_justify="left")
+    if markdown:
+        typer.echo(f"{title}\n\n{_markdown(rows)}\n")
+        return
+    table = Table(title=Text(title), title_justify="left")
     for heading in rows[0]:
-        table.add_column(heading, justify="right" if isinstance(rows[0][heading], int | float) else "left")
+        table.add_column(Text(heading), justify="right" if isinstance(rows[0][heading], int | float) else "left")
     for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*(Text(_cell(value)) for value in row.values()))
     Console().print(table)
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 @app.command("combine")
@@ -111,34 +144,141 @@ def skew(
 def table(
     data: Annotated[Path, typer.Option(help="Folder of hospitals, or a pack.")],
     out: Annotated[Path, typer.Option(help="One run per cell is kept here, so that a table can be finished later.")],
-    methods: Annotated[str, typer.Option(help="Methods, with commas.")] = "local,fedavg,fedprox,fedbn",
+    methods: Annotated[
+        str, typer.Option(help="Methods with commas; options, block, head, lr, clip and epochs in brackets.")
+    ] = "local,fedavg,fedprox,fedbn",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas.")] = "0,1,2",
-    rounds: Annotated[int, typer.Option(help="Rounds a run.")] = 16,
-    fraction: Annotated[float, typer.Option(help="Part of the training patients.")] = 1.0,
-    classes: Annotated[str | None, typer.Option(help="Only these labels, with commas.")] = None,
-    sites: Annotated[str | None, typer.Option(help="Only these sites, with commas.")] = None,
-    metric: Annotated[str, typer.Option(help="accuracy, balanced_accuracy or auc.")] = "accuracy",
+    preset: Annotated[
+        str | None, typer.Option(help="cpu: 16 rounds on half the training patients, images moved and mirrored.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds a run; 16 if not given.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="Part of the training patients; 1 if not given.")] = None,
+    augment: Annotated[str | None, typer.Option(help="none, shift or shift-flip; none if not given.")] = None,
+    classes: Classes = None,
+    sites: Sites = None,
+    metric: Annotated[str, typer.Option(help="accuracy, balanced_accuracy or auc; several with commas.")] = "accuracy",
+    against: Annotated[
+        str | None, typer.Option(help="Method that the others are compared with; fedavg, or the first one.")
+    ] = None,
+    jobs: Jobs = None,
     as_json: AsJson = False,
+    markdown: AsMarkdown = False,
 ) -> None:
     """Methods by sites, mean and spread over seeds, with the linear baseline on twelve global numbers beside them.
 
-    Example: crossward bench table --data phantoms --out runs/table
+    The last column is the difference from one method with its 95 % interval, paired by seed. Cells that are finished
+    are only read, and interrupted ones resumed.
+
+    Example: crossward bench table --data phantoms --out runs/table --methods "fedavg,f2dc[lambda1=0;lr=0.01]"
     """
-    if metric not in ("accuracy", "balanced_accuracy", "auc"):
-        raise BadInput(f"--metric {metric} is not there; there is: accuracy, balanced_accuracy, auc")
-    rows = bench_table.run(
+    metrics = parse_names(metric) or [metric]
+    for name in metrics:
+        if name not in bench_table.METRICS:
+            raise BadInput(f"--metric {name} is not there; there is: {', '.join(bench_table.METRICS)}")
+    variants = parse_variants(methods)
+    names = [variant.text for variant in variants]
+    reference = against or ("fedavg" if "fedavg" in names else names[0])
+    if reference not in names:
+        raise BadInput(f"--against {reference} is none of the methods; there is: {', '.join(names)}")
+    budget = bench_table.budget(preset, rounds=rounds, fraction=fraction, augment=augment)
+    Training(augment=budget.augment)
+    check_folder(out)
+    cells = bench_table.run(
         data,
         out,
-        methods=parse_names(methods) or [],
+        variants=variants,
         seeds=_numbers(seeds),
-        rounds=rounds,
-        fraction=fraction,
+        budget=budget,
         classes=parse_names(classes),
         sites=parse_names(sites),
-        metric=metric,
+        jobs=jobs,
         console=Console(stderr=True),
     )
-    show(rows, title=f"{metric}, mean ± spread over seeds {seeds}", as_json=as_json)
+    tables = {name: bench_table.table(cells, metric=name, against=reference) for name in metrics}
+    if as_json and len(tables) > 1:
+        typer.echo(json.dumps(tables, indent=2, allow_nan=False))
+        return
+    for name, rows in tables.items():
+        show(rows, title=f"{name} in %, mean ± spread over seeds {seeds}", as_json=as_json, markdown=markdown)
+
+
+@app.command("efficiency")
+def efficiency(
+    methods: Annotated[str, typer.Option(help="Methods with commas; the first is what time is compared with.")],
+    width: Annotated[float, typer.Option(help="Width of ResNet-10; 1 is the full one.")] = 1.0,
+    size: Annotated[int, typer.Option(min=8, help="Side of the images.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=2, help="Images a step.")] = 32,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """What a round costs one site: upload, parameters, FLOPs of training, and time of an epoch on one thread.
+
+    Time is the processor's, or what passes on a graphics card. Its ratio is the median of the repeats' ratios, with the
+    lowest and the highest of them.
+
+    Example: crossward bench efficiency --methods fedavg,f2dc,rfeddis
+    """
+    variants = parse_variants(methods)
+    check_choices(block=None, head=None, depth=Task.depth, norm=Task.norm, width=width)
+    rows = bench_efficiency.measure(variants, width=width, size=size, repeats=repeats, batch_size=batch_size)
+    title = f"A round of one site: ResNet-10 of width {width:g}, {size} px, epochs of {bench_efficiency.EPOCH} images"
+    show(rows if as_json else bench_efficiency.table(rows), title=title, as_json=as_json, markdown=markdown)
+
+
+@app.command("uncertainty")
+def uncertainty(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs that differ in the seed alone.")],
+    data: Annotated[Path | None, typer.Option(help="The runs' data; where they were read from if not given.")] = None,
+    sites: Sites = None,
+    ood: Annotated[list[Path] | None, typer.Option(help="An .npz file with images x that are none of ours.")] = None,
+    noise: Noise = 1.5,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """How well each site's uncertainty tells noised images, other images and wrong answers, by AUROC.
+
+    Classes, sites and seed are those of the run.
+
+    Example: crossward bench uncertainty runs/table/rfeddis-0 runs/table/rfeddis-1 --ood other.npz
+    """
+    facts = bench_uncertainty.measure(runs, data=data, sites=parse_names(sites), ood=ood or [], noise=noise)
+    rows = bench_uncertainty.table(facts)
+    if as_json:
+        typer.echo(json.dumps({**facts, "table": rows}, indent=2, allow_nan=False))
+        return
+    show(rows, title=f"Uncertainty of {facts['method']}, mean ± spread over {len(runs)} run(s)", markdown=markdown)
+
+
+@app.command("uncertainty-trace")
+def uncertainty_trace(
+    data: Annotated[Path, typer.Option(help="Folder of hospitals, or a pack.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; resumed where it was interrupted.")],
+    method: Annotated[str, typer.Option(help="Method; options in brackets.")] = "rfeddis",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 16,
+    fraction: Annotated[float, typer.Option(help="Part of the training patients.")] = 1.0,
+    classes: Classes = None,
+    sites: Sites = None,
+    seed: Annotated[int, typer.Option(help="Decides splits, start, order and noise.")] = 0,
+    noise: Noise = 1.5,
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """Train, and show by round each site's mean uncertainty on clean and noised test images, and the AUROC between.
+
+    Example: crossward bench uncertainty-trace --data phantoms --method rfeddis --rounds 16 --out runs/trace
+    """
+    variant = parse_variant(method)
+    check_folder(out)
+    cohort = load(data, classes=parse_names(classes), sites=parse_names(sites), seed=seed, fraction=fraction)
+    facts = bench_trace.run(
+        cohort, variant, out, rounds=rounds, seed=seed, noise=noise, jobs=jobs, console=Console(stderr=True)
+    )
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, allow_nan=False))
+        return
+    show(bench_trace.table(facts), title=f"{method}: uncertainty clean / noised / AUROC", markdown=markdown)
 
 
 def _numbers(text: str) -> list[int]:

@@ -2,60 +2,117 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from scipy import stats
 
+from crossward.cli.bench_variants import Variant
 from crossward.cli.progress import RoundDisplay
 from crossward.evaluate.facts import read_result, write_result
-from crossward.evaluate.metrics import score
+from crossward.evaluate.metrics import across_domains, score
+from crossward.federation.errors import BadInput
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.skew import linear_probabilities, plain_numbers
-from crossward.methods import create
+from crossward.site.augment import Augmentation
 from crossward.site.inprocess import simulate
-from crossward.site.runfolder import DESCRIPTION
+from crossward.site.runfolder import DESCRIPTION, differences
 from crossward.site.study import Study
+
+METRICS = ("accuracy", "balanced_accuracy", "auc")
+BASELINE = "twelve global numbers"
+_SIZE = 32
+
+Sites = Mapping[str, Any]
+"""Per site what ``score`` gave, as in a result."""
+Cells = Mapping[str, Sequence[Sites]]
+"""Per row of the table its runs, in the order of the seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How long a run trains, on how much, and with which random changes to its images."""
+
+    rounds: int = 16
+    fraction: float = 1.0
+    augment: Augmentation = "none"
+
+
+PRESETS = {"cpu": Budget(rounds=16, fraction=0.5, augment="shift-flip")}
+"""``cpu``: 32 px, a quarter of the width, 2 epochs a round, SGD 0.03 with momentum 0.9 as always; half the data, moved
+and mirrored as in the papers."""
+
+
+def budget(preset: str | None, **given: Any) -> Budget:
+    """The budget of a preset, or the usual one; what is given explicitly, and is not None, wins."""
+    if preset is not None and preset not in PRESETS:
+        raise BadInput(f"--preset {preset} is not there; there is: {', '.join(PRESETS)}")
+    usual = Budget() if preset is None else PRESETS[preset]
+    return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 
 def run(
     data: Path,
     out: Path,
     *,
-    methods: Sequence[str],
+    variants: Sequence[Variant],
     seeds: Sequence[int],
-    rounds: int,
-    fraction: float,
+    budget: Budget,
     classes: Sequence[str] | None,
     sites: Sequence[str] | None,
-    metric: str,
+    jobs: int | None,
     console: Console,
-) -> list[dict[str, Any]]:
-    """Run the cells that are not there yet, and put the table together."""
-    cells: dict[str, list[dict[str, Any]]] = {}
-    baselines = []
+) -> Cells:
+    """Run the cells that are not there yet, and give the scores of all of them."""
+    cells: dict[str, list[Sites]] = {BASELINE: []}
     for seed in seeds:
-        cohort = load(data, size=32, classes=classes, sites=sites, seed=seed, fraction=fraction)
-        baselines.append(_baseline(cohort))
-        for method in methods:
-            result = _cell(cohort, out / f"{method}-{seed}", method, seed=seed, rounds=rounds, console=console)
-            cells.setdefault(method, []).append(result["sites"])
-    rows = {"twelve global numbers": baselines, **cells}
-    return [{"method": name, **_row(results, metric)} for name, results in rows.items()]
+        cohort = load(data, size=_SIZE, classes=classes, sites=sites, seed=seed, fraction=budget.fraction)
+        cells[BASELINE].append(_baseline(cohort))
+        for variant in variants:
+            study = variant.study(cohort, rounds=budget.rounds, seed=seed, augment=budget.augment)
+            folder = out / f"{variant.folder}-{seed}"
+            result = _cell(cohort, study, folder, title=f"{variant.text}, seed {seed}", jobs=jobs, console=console)
+            cells.setdefault(variant.text, []).append(result["sites"])
+    return cells
 
 
-def _cell(cohort: Cohort, out: Path, method: str, *, seed: int, rounds: int, console: Console) -> dict[str, Any]:
+def _cell(cohort: Cohort, study: Study, out: Path, *, title: str, jobs: int | None, console: Console) -> dict[str, Any]:
+    """Read a finished run, or start or resume it."""
     finished = out / "result.json"
     if finished.exists():
-        return read_result(finished)
-    study = Study.usual(create(method), cohort, rounds=rounds, seed=seed)
-    console.print(f"{method}, seed {seed}", highlight=False)
-    with RoundDisplay(console, rounds=rounds, sites=len(cohort.sites)) as display:
-        result = simulate(cohort, study, out, resume=(out / DESCRIPTION).exists(), listen=display)
+        result = read_result(finished)
+        _check_same(out, result, study, cohort)
+        return result
+    console.print(title, highlight=False, markup=False)
+    with RoundDisplay(console, rounds=study.task.rounds, sites=len(cohort.sites)) as display:
+        result = simulate(cohort, study, out, resume=(out / DESCRIPTION).exists(), jobs=jobs, listen=display)
     write_result(finished, result)
     return result
+
+
+def _check_same(folder: Path, result: Mapping[str, Any], study: Study, cohort: Cohort) -> None:
+    """Refuse a finished run of something else than this table is about.
+
+    An option that came with a later version than the run's had what is its default now.
+    """
+    stored = {key: value for key, value in result["options"].items() if key != "device"}
+    before = {
+        "options": Study.from_options(stored).options(),
+        "n_train": {name: site["n_train"] for name, site in result["sites"].items()},
+        "n_test": {name: site["n_test"] for name, site in result["sites"].items()},
+    }
+    now = {
+        "options": study.options(),
+        "n_train": {name: len(site.train) for name, site in cohort.sites.items()},
+        "n_test": {name: len(site.test) for name, site in cohort.sites.items()},
+    }
+    for name, there, here in differences(before, now):
+        raise BadInput(f"{folder} was run with {name} = {there} and not {here}; use the same options, or another --out")
 
 
 def _baseline(cohort: Cohort) -> dict[str, Any]:
@@ -72,20 +129,64 @@ def _baseline(cohort: Cohort) -> dict[str, Any]:
     return results
 
 
-def _row(results: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
-    row = {site: _spread([result[site][metric] for result in results]) for site in results[0]}
-    averages = [_mean([figures[metric] for figures in result.values()]) for result in results]
-    worst = [min((f[metric] for f in result.values() if f[metric] is not None), default=None) for result in results]
-    received = [
-        _mean([figures["as_received"][metric] for figures in result.values() if "as_received" in figures])
-        for result in results
+def table(cells: Cells, *, metric: str, against: str) -> list[dict[str, Any]]:
+    """A row per method: every site, then what summarises the sites, and the paired difference from one method."""
+    reference = [_average(sites, metric) for sites in cells[against]]
+    rows = []
+    for name, runs in cells.items():
+        averages = [_average(sites, metric) for sites in runs]
+        rows.append(
+            {
+                "method": name,
+                **{site: _spread([sites[site][metric] for sites in runs]) for site in runs[0]},
+                "avg": _spread(averages),
+                "worst": _spread([_worst(sites, metric) for sites in runs]),
+                "std over sites": _spread([across_domains(_column(sites, metric))[1] for sites in runs]),
+                "as received": _spread([_as_received(sites, metric) for sites in runs]),
+                f"against {against}": "–" if name == against else _difference(averages, reference),
+            }
+        )
+    return rows
+
+
+def paired_interval(differences: Sequence[float]) -> tuple[float, float, float] | None:
+    """Mean of paired differences with its 95 % interval from Student's t; None for fewer than two."""
+    n = len(differences)
+    if n < 2:
+        return None
+    mean = statistics.fmean(differences)
+    half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+def _difference(averages: Sequence[float | None], reference: Sequence[float | None]) -> str:
+    """The difference in points, seed by seed, so that what a seed does to both is not counted."""
+    points = [
+        100 * (own - other)
+        for own, other in zip(averages, reference, strict=True)
+        if own is not None and other is not None
     ]
-    return {**row, "avg": _spread(averages), "worst": _spread(worst), "as received": _spread(received)}
+    interval = paired_interval(points)
+    if interval is None:
+        return f"{points[0]:+.1f}" if points else "n/a"
+    mean, low, high = interval
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _column(sites: Sites, metric: str) -> list[float | None]:
+    return [figures[metric] for figures in sites.values()]
+
+
+def _average(sites: Sites, metric: str) -> float | None:
+    return across_domains(_column(sites, metric))[0]
+
+
+def _worst(sites: Sites, metric: str) -> float | None:
+    return min((value for value in _column(sites, metric) if value is not None), default=None)
+
+
+def _as_received(sites: Sites, metric: str) -> float | None:
+    return across_domains([figures["as_received"][metric] for figures in sites.values() if "as_received" in figures])[0]
 
 
 def _spread(values: Sequence[float | None]) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from crossward.cli.progress import JobDisplay
 from crossward.cli.study_options import (
+    Augment,
     BatchSize,
     Block,
     Clip,
@@ -86,6 +87,7 @@ def export(
     lr: LearningRate = 0.03,
     schedule: Schedule = "cosine",
     clip: Clip = 0.0,
+    augment: Augment = "none",
     seed: Seed = 0,
     size: Size = 32,
     depth: Depth = 10,
@@ -131,6 +133,7 @@ def export(
             learning_rate=lr,
             schedule=schedule,  # type: ignore[arg-type]
             clip=clip,
+            augment=augment,  # type: ignore[arg-type]
             seed=seed,
         ),
         plugs=Plugs(block, head),

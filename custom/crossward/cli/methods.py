@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from crossward.federation.algebra import Algebra
 from crossward.federation.scopes import Scope, layout_digest
 from crossward.methods import Method, Task, available, create, options_of
+from crossward.methods.base import BLOCKS, HEADS
 
 _EXAMPLE_TASK = Task(classes=("a", "b", "c", "d"), channels=1, size=32, rounds=1, width=1.0)
 
@@ -29,21 +31,24 @@ def methods(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table(title="Methods (ResNet-10, 4 classes)", title_justify="left", expand=False)
-    for heading in ("method", "what it is", "values sent", "values local", "normalisation", "options"):
-        table.add_column(heading, overflow="fold")
-    for name, row in rows.items():
-        options = ", ".join(f"{key}={value['default']}" for key, value in row["options"].items()) or "-"
-        table.add_row(
-            name,
-            row["title"],
-            _counted(row["values_sent"]),
-            _counted(row["values"]["local"]),
-            row["normalisation"],
-            options,
-        )
     console = Console()
+    table = Table(title="Methods (ResNet-10, 4 classes)", title_justify="left", expand=False)
+    for heading, side in (
+        ("method", "left"),
+        ("what it is", "left"),
+        ("values sent", "right"),
+        ("values local", "right"),
+    ):
+        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    for name, row in rows.items():
+        table.add_row(name, row["title"], _counted(row["values_sent"]), _counted(row["values"]["local"]))
     console.print(table)
+    for name, row in rows.items():
+        console.print(f"[bold]{name}[/], normalisation: {row['normalisation']}", soft_wrap=True, highlight=False)
+        for key, value in row["options"].items():
+            default = json.dumps(value["default"])
+            console.print(f"  -o {key}={default}  ({escape(value['type'])})", soft_wrap=True, highlight=False)
+    console.print(f"Any method takes --block {', '.join(BLOCKS)} and --head {', '.join(HEADS)}.", soft_wrap=True)
     console.print(
         "In the open, the server sees each site's update and counts. Secure aggregation is not part of this version.",
         style="dim",

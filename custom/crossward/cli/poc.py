@@ -1,26 +1,33 @@
-"""``crossward poc``, behind ./poc/run: the whole system on one machine, in real FLARE processes."""
+"""``crossward poc``, behind ./poc/run: the whole system on one machine, in real FLARE processes.
+
+At the end come the scans that the deployed models should not be trusted on, and what the models learned. The result
+is written before either is worked out: a failure there costs a warning, not the result.
+"""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import typer
 from rich.console import Console as Screen
+from rich.markup import escape
 
 from crossward.cli import poc_systems
 from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
-from crossward.cli.show import sample_images, show_cohort, show_comparison, show_result
+from crossward.cli.show import sample_images, show_cohort, show_comparison, show_flags, show_result
 from crossward.cli.simulate import INTERRUPTED
 from crossward.cli.study_options import MethodOptions, Rounds, check_folder, parse_options
-from crossward.evaluate.facts import write_result
+from crossward.evaluate.facts import finite, write_result
 from crossward.evaluate.report import write_report
 from crossward.federation.errors import RunFailure
 from crossward.flare.console import Console
@@ -30,8 +37,12 @@ from crossward.flare.kits import SERVER, SiteKit
 from crossward.flare.system import LocalSystem
 from crossward.flare.watch import Outcome, Pace, follow
 from crossward.imaging.data import Cohort, load
+from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.imaging.phantom import is_whole, write_hospitals
 from crossward.methods import create
+from crossward.site.deployed import Deployed, deployed_models
+from crossward.site.diagnostics import diagnose
+from crossward.site.flags import find_flags
 from crossward.site.gathered import alone, gathered
 from crossward.site.study import Study
 
@@ -39,9 +50,11 @@ _TIMING = Timing(join=300, round=1800, grace=20)
 _PACE = Pace(poll=0.5, process=10.0, settle=2.0)
 _READY = 90.0
 
+Pictures = Mapping[str, npt.NDArray[np.uint8]]
+
 
 def poc(
-    method: Annotated[str, typer.Option(help="See: crossward methods.")] = "fedbn",
+    method: Annotated[str, typer.Option(help="See: crossward methods.")] = "rfeddis",
     rounds: Rounds = 10,
     sites: Annotated[int, typer.Option(help="Phantom hospitals to make.")] = 4,
     data: Annotated[
@@ -56,7 +69,9 @@ def poc(
 ) -> None:
     """Make four phantom hospitals, train them together on FLARE on this machine, and show what came of it.
 
-    Every hospital and the server get a kit with certificates and run as processes of their own, over TLS.
+    Every hospital and the server get a kit with certificates and run as processes of their own, over TLS. At the end,
+    each hospital's model reads its own test scans, scans from a scanner that no hospital has, and spoiled ones, and
+    flags those that it should not be trusted on. Your own --data has such sets where it has a folder 'held-out'.
 
     Example: ./poc/run --method fedavg --rounds 5
     """
@@ -70,18 +85,21 @@ def poc(
     clock = Clock()
     with counting(Screen(stderr=True)) as progress:
         if data is None:
-            data = workdir / f"phantoms-{sites}-{seed}"
+            data = workdir / f"phantoms-{sites}-{seed}-held-out"
             if not is_whole(data):
                 shutil.rmtree(data, ignore_errors=True)
                 screen.print(f"Drawing {sites} phantom hospitals as DICOM files in {data} ...", soft_wrap=True)
-                write_hospitals(data, sites=sites, seed=seed, progress=progress)
+                write_hospitals(data, sites=sites, seed=seed, unseen=True, spoiled=True, progress=progress)
         cohort = load(data, seed=seed, progress=progress)
+        held_out = load_held_out(
+            data, classes=cohort.classes, size=cohort.size, channels=cohort.channels, seed=seed, progress=progress
+        )
     show_cohort(screen, cohort)
     clock.lap("images")
     study = Study.usual(chosen, cohort, rounds=rounds, seed=seed, quorum=len(cohort.sites) // 2 + 1)
     out = workdir / f"poc-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     with interruptible(), poc_systems.claimed(out):
-        run_on_flare(screen, cohort, study, data.absolute(), out, clock=clock, keep=keep, compare=compare)
+        run_on_flare(screen, cohort, held_out, study, data.absolute(), out, clock=clock, keep=keep, compare=compare)
 
 
 class Clock:
@@ -120,6 +138,7 @@ def interruptible() -> Iterator[None]:
 def run_on_flare(
     screen: Screen,
     cohort: Cohort,
+    held_out: Mapping[str, NamedScans],
     study: Study,
     data: Path,
     out: Path,
@@ -142,7 +161,7 @@ def run_on_flare(
         screen.print(f"FLARE is ready after {clock.lap('starting FLARE'):.0f} s")
         outcome = _run_job(screen, system, study, out)
         clock.lap("job")
-        _show(screen, cohort, study, outcome, out, clock=clock, compare=compare)
+        conclude(screen, cohort, held_out, study, outcome, out, clock=clock, compare=compare)
         failed = False
         if keep:
             poc_systems.keep(system, screen)
@@ -177,9 +196,18 @@ def _run_job(screen: Screen, system: LocalSystem, study: Study, out: Path) -> Ou
     return outcome
 
 
-def _show(
-    screen: Screen, cohort: Cohort, study: Study, outcome: Outcome, out: Path, *, clock: Clock, compare: bool
+def conclude(
+    screen: Screen,
+    cohort: Cohort,
+    held_out: Mapping[str, NamedScans],
+    study: Study,
+    outcome: Outcome,
+    out: Path,
+    *,
+    clock: Clock,
+    compare: bool,
 ) -> None:
+    """Gather, write and show what came of a finished run, then add flags and diagnostics and write it again."""
     folders = {name: out / "sites" / name / "runs" / outcome.run for name in cohort.sites}
     result: dict[str, Any] = gathered(outcome.result or {}, cohort, study, folders)
     if compare:
@@ -187,9 +215,44 @@ def _show(
         result["alone"] = alone(cohort, study, out / "alone")
         clock.lap("comparison")
     result["laps"] = clock.laps
+    samples = sample_images(cohort)
     write_result(out / "result.json", result)
-    write_report(out / "report.html", result, sample_images(cohort))
+    write_report(out / "report.html", result, samples)
     show_result(screen, result)
     show_comparison(screen, result)
+    pictures = _look_closer(screen, cohort, held_out, study, deployed_models(study, folders), result, clock=clock)
+    write_result(out / "result.json", result)
+    write_report(out / "report.html", result, samples, pictures)
+    show_flags(screen, result)
     screen.print(f"Time: {clock}")
     screen.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+def _look_closer(
+    screen: Screen,
+    cohort: Cohort,
+    held_out: Mapping[str, NamedScans],
+    study: Study,
+    models: Mapping[str, Deployed],
+    result: dict[str, Any],
+    *,
+    clock: Clock,
+) -> Pictures:
+    """Add flags and diagnostics to a result, and give their pictures; one that fails becomes a warning."""
+    pictures: dict[str, npt.NDArray[np.uint8]] = {}
+    additions: dict[str, Callable[[], tuple[dict[str, Any], Pictures]]] = {
+        "flags": lambda: find_flags(cohort, models, held_out),
+        "diagnostics": lambda: diagnose(cohort, study, models, seed=study.training.seed),
+    }
+    for name, work_out in additions.items():
+        try:
+            facts, shown = work_out()
+            result[name] = finite(facts)
+            pictures.update(shown)
+        except Exception as error:
+            # No text of the error: it may name a scan.
+            warning = f"{name} could not be worked out ({type(error).__name__}); all other results are complete"
+            result["warnings"] = [*result["warnings"], warning]
+            screen.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True, highlight=False)
+        clock.lap(name)
+    return pictures

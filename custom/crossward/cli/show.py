@@ -6,11 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from crossward.evaluate.table import matrix_table, site_table
+from crossward.evaluate.flag_sheet import (
+    AUROC_IN_WORDS,
+    HEADS_IN_WORDS,
+    SCANS,
+    by_kind,
+    by_site,
+    in_words,
+    scan_row,
+    some_scans,
+)
+from crossward.evaluate.table import Sheet, matrix_table, site_table
 from crossward.imaging.data import Cohort, SiteData
+from crossward.imaging.pictures import pictures_of
+
+_SCANS_SHOWN = 12
 
 
 def show_cohort(console: Console, cohort: Cohort) -> None:
@@ -61,6 +76,46 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
     )
 
 
+def show_flags(console: Console, result: Mapping[str, Any]) -> None:
+    """Say which scans the deployed models should not be trusted on, and how well that worked; nothing without flags."""
+    flags = result.get("flags")
+    if not flags or not flags["sites"]:
+        return
+    overview = by_site(flags)
+    notes = [AUROC_IN_WORDS, *(f"[{number}] {note}" for number, note in enumerate(overview.notes, start=1))]
+    title = f"flags: more uncertain than {flags['percentile']:g} % of the hospital's own validation scans"
+    console.print(_sheet_table(overview, title=title, caption="\n".join(notes)))
+    console.print(_sheet_table(by_kind(flags), title="flags by kind of scan"))
+    chosen = some_scans(flags, _SCANS_SHOWN)
+    if chosen:
+        listed = Sheet(SCANS, sites=[scan_row(scan) for scan in chosen])
+        evidence = any(scan["global"] for scan in chosen)
+        title = f"flagged scans: {len(chosen)} of {len(flags['scans'])}, the most uncertain of each set"
+        console.print(_sheet_table(listed, title=title, caption=HEADS_IN_WORDS if evidence else ""))
+    for line in (*in_words(flags), "The threshold is not calibrated: a scan without a flag can still be read wrongly."):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _sheet_table(sheet: Sheet, *, title: str, caption: str = "") -> Table:
+    table = Table(
+        title=Text(title),
+        caption=Text(caption) if caption else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for head in sheet.header:
+        figure = head.split("\n")[0] in ("flagged", "AUROC", "accuracy %", "uncer-", "conflict", "threshold")
+        table.add_column(head, justify="right" if figure else "left", overflow="fold")
+    for row in sheet.sites:
+        table.add_row(*map(Text, row))
+    if sheet.summary:
+        table.add_section()
+    for row in sheet.summary:
+        table.add_row(*map(Text, row), style="bold")
+    return table
+
+
 def sample_images(cohort: Cohort, *, per_site: int = 6) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
     """Pick a few training images of every site for the report, classes in turn."""
     return {name: _samples(site, per_site) for name, site in cohort.sites.items()}
@@ -71,6 +126,4 @@ def _samples(site: SiteData, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         [i for i, label in enumerate(site.train.labels.tolist()) if label == k] for k in range(len(site.classes))
     ]
     turns = [row[turn] for turn in range(count) for row in by_class if turn < len(row)][:count]
-    images = site.train.images[turns].numpy()
-    grey = np.clip((images * 0.25 + 0.5) * 255, 0, 255).astype(np.uint8)
-    return grey[:, 0] if grey.shape[1] == 1 else np.ascontiguousarray(grey.transpose(0, 2, 3, 1))
+    return pictures_of(site.train.images[turns])

@@ -13,6 +13,7 @@ from rich.console import Console
 from crossward.cli.progress import RoundDisplay, counting
 from crossward.cli.show import sample_images, show_cohort, show_result
 from crossward.cli.study_options import (
+    Augment,
     BatchSize,
     Block,
     Clip,
@@ -38,6 +39,8 @@ from crossward.evaluate.facts import write_result
 from crossward.evaluate.report import write_report
 from crossward.imaging.data import Cohort, load
 from crossward.methods import Task, create
+from crossward.site.deployed import deployed_models
+from crossward.site.diagnostics import Pictures, diagnose
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
 from crossward.site.runfolder import check_free
@@ -61,6 +64,7 @@ def simulate(
     lr: LearningRate = 0.03,
     schedule: Schedule = "cosine",
     clip: Clip = 0.0,
+    augment: Augment = "none",
     seed: Seed = 0,
     size: Size = 32,
     depth: Depth = 10,
@@ -76,6 +80,9 @@ def simulate(
     jobs: Annotated[int | None, typer.Option(help="Sites that train at once; one per core if not given.")] = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Go on with one-class or tiny sites.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    diagnostics: Annotated[
+        bool, typer.Option("--diagnostics/--no-diagnostics", help="Look into the models for the report.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json; everything else to stderr.")] = False,
 ) -> None:
     """Train a federation in one process, with the same methods, sites and files that will run on FLARE.
@@ -91,6 +98,7 @@ def simulate(
         learning_rate=lr,
         schedule=schedule,  # type: ignore[arg-type]
         clip=clip,
+        augment=augment,  # type: ignore[arg-type]
         seed=seed,
     )
     check_folder(out)
@@ -127,13 +135,20 @@ def simulate(
         participation=participation,
         quorum=quorum,
     )
-    result = run_study(console, cohort, study, out, resume=resume, jobs=jobs)
+    result = run_study(console, cohort, study, out, resume=resume, jobs=jobs, diagnostics=diagnostics)
     if as_json:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
 
 
 def run_study(
-    console: Console, cohort: Cohort, study: Study, out: Path, *, resume: bool, jobs: int | None
+    console: Console,
+    cohort: Cohort,
+    study: Study,
+    out: Path,
+    *,
+    resume: bool,
+    jobs: int | None,
+    diagnostics: bool = True,
 ) -> dict[str, Any]:
     """Run a study with a progress display, write its result and report, and show them."""
     try:
@@ -146,7 +161,30 @@ def run_study(
         # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
         os._exit(INTERRUPTED)
     write_result(out / "result.json", result)
-    write_report(out / "report.html", result, sample_images(cohort))
+    pictures: Pictures = {}
+    if diagnostics:
+        result, pictures = _with_diagnostics(console, cohort, study, out, result)
+    write_report(out / "report.html", result, sample_images(cohort), pictures)
     show_result(console, result)
     console.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
     return result
+
+
+def _with_diagnostics(
+    console: Console, cohort: Cohort, study: Study, out: Path, result: dict[str, Any]
+) -> tuple[dict[str, Any], Pictures]:
+    """Add the diagnostics to a result that is written already, and write it again; as it was where they fail."""
+    try:
+        models = deployed_models(study, {name: out / "sites" / name for name in cohort.sites})
+        facts, pictures = diagnose(cohort, study, models, seed=study.training.seed)
+        extended = {**result, "diagnostics": facts}
+        write_result(out / "result.json", extended)
+    except Exception as error:  # whatever it was, hours of training are not lost over a picture
+        console.print(
+            f"[yellow]warning:[/] the result is complete, but its diagnostics failed ({type(error).__name__}); "
+            "--no-diagnostics leaves them out",
+            soft_wrap=True,
+            highlight=False,
+        )
+        return result, {}
+    return extended, pictures

@@ -76,6 +76,14 @@ details{margin:.6rem 0;border-bottom:1px solid var(--rule);padding-bottom:.4rem}
 summary{cursor:pointer;font-weight:600;padding:.3rem 0}
 code{font:.86rem/1.5 ui-monospace,"SF Mono",Consolas,monospace;overflow-wrap:anywhere}
 footer{margin-top:3rem;padding-top:.8rem;border-top:1px solid var(--rule);color:var(--soft);font-size:.85rem}
+thead th[scope=colgroup]{text-align:center}figure.one{max-width:40rem;margin:.6rem 0}
+svg line.threshold{stroke:var(--ink);stroke-dasharray:1 4}svg rect.frame{fill:#fff;stroke:var(--rule)}
+svg path{fill-opacity:.8}
+.maps{display:grid;grid-template-columns:repeat(auto-fit,minmax(14rem,1fr));gap:1rem;max-width:44rem;margin-bottom:1.4rem}
+.scans{display:grid;grid-template-columns:repeat(auto-fill,minmax(14rem,1fr));gap:1rem;margin:1rem 0}
+.pair{display:grid;grid-template-columns:1fr 1fr;gap:3px}
+.pair img{width:100%;aspect-ratio:1;object-fit:contain;background:#000;image-rendering:pixelated;display:block}
+.scans figcaption{display:grid;font-size:.85rem;color:var(--soft);overflow-wrap:anywhere}
 @media screen and (max-width:44rem){main{padding:1.2rem .9rem 2rem}h1{font-size:1.5rem}th,td{padding:.4rem .45rem}
  dl,.sample{grid-template-columns:1fr;gap:.3rem}dd{margin-bottom:.7rem}
  .strip{grid-template-columns:repeat(4,1fr)}.strip img:nth-child(n+5){display:none}

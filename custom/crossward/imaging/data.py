@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from crossward.federation.errors import BadInput
 from crossward.imaging import folder, pack
+from crossward.imaging.pictures import normalised
 from crossward.imaging.splits import TEST, TRAIN, VAL, Listing, Progress, keep_patients
 
 SMALLEST_SIZE = 8
@@ -343,10 +344,8 @@ def _site_data(
 
     def part(number: int) -> Split:
         where = np.flatnonzero(listing.parts[rows] == number)
-        # Grey becomes colour by three equal channels; the other way would throw something away.
-        pixels = images[torch.from_numpy(where)].expand(-1, channels, -1, -1)
         return Split(
-            images=((pixels - 0.5) / 0.25).contiguous(),
+            images=normalised(images[torch.from_numpy(where)], channels),
             labels=labels[torch.from_numpy(where)],
             patients=tuple(listing.patients[row] for row in rows[where]),
             ids=tuple(listing.ids[row] for row in rows[where]),

@@ -134,13 +134,18 @@ def _read_pictures(
     channels = 3 if stored.ndim == 4 else 1
     pictures = torch.empty(len(rows), channels, size, size)
     for start in range(0, len(rows), CHUNK):
-        chunk = stored[rows[start : start + CHUNK]].reshape(-1, *stored.shape[1:3], channels)
-        images = torch.from_numpy(chunk).permute(0, 3, 1, 2).float().div_(255)
-        if stored.shape[1] > size:
-            images = interpolate(images, size=(size, size), mode="area")
-        elif stored.shape[1] < size:
-            images = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-        pictures[start : start + CHUNK] = images
+        pictures[start : start + CHUNK] = sized(stored[rows[start : start + CHUNK]], size)
         if progress is not None:
             progress(site, min(start + CHUNK, len(rows)), len(rows))
     return pictures, ""
+
+
+def sized(stored: NDArray[np.uint8], size: int) -> torch.Tensor:
+    """Stored images (N,H,H or N,H,H,3) as [n, 1 or 3, size, size] in [0, 1], shrunk by area or enlarged smoothly."""
+    colours = stored if stored.ndim == 4 else stored[..., None]
+    images = torch.from_numpy(colours).permute(0, 3, 1, 2).float().div_(255)
+    if stored.shape[1] > size:
+        return interpolate(images, size=(size, size), mode="area")
+    if stored.shape[1] < size:
+        return interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    return images

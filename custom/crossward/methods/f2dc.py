@@ -32,6 +32,8 @@ from crossward.nets.resnet import Norm, ResNet, make_norm
 REDUCTION = 8
 """Hidden channels of decoupler and corrector are C / 8: the released code's 64 for 512."""
 
+LARGEST_EXPONENT = 10.0
+
 
 def gumbel_mask(
     scores: Tensor, sigma: float, uniform_keep: Tensor | None = None, uniform_drop: Tensor | None = None
@@ -41,20 +43,26 @@ def gumbel_mask(
     Args:
         scores: attribution map S, of any shape.
         sigma: temperature; towards 0 the mask becomes binary.
-        uniform_keep: u of g_a, in (0,1), shaped as the scores; without both of them the noise-free mask
+        uniform_keep: u of g_a, in (0,1), shaped as the scores; without either of them the noise-free mask
             sigmoid(S / sigma), as at inference.
         uniform_drop: u of g_b.
     """
+    if (uniform_keep is None) != (uniform_drop is None):
+        raise ValueError("the mask takes two uniforms, or none")
     if uniform_keep is not None and uniform_drop is not None:
-        smallest = torch.finfo(scores.dtype).tiny
-        gumbels = [-torch.log(-torch.log(u.clamp(smallest, 1 - 2**-24))) for u in (uniform_keep, uniform_drop)]
-        scores = scores + gumbels[0] - gumbels[1]
+        scores = scores + _gumbel(uniform_keep) - _gumbel(uniform_drop)
     return torch.sigmoid(scores / sigma)
+
+
+def _gumbel(uniform: Tensor) -> Tensor:
+    """Noise -log(-log u); a u that was rounded to 0 or 1 is taken for its neighbour inside, to stay finite."""
+    limits = torch.finfo(uniform.dtype)
+    return -torch.log(-torch.log(uniform.clamp(limits.tiny, 1 - limits.eps / 2)))
 
 
 class _TwoConvolutions(nn.Sequential):
     def __init__(self, channels: int, *, hidden: int | None = None, norm: Norm = "batch") -> None:
-        hidden = hidden or max(1, channels // REDUCTION)
+        hidden = hidden or max(2, channels // REDUCTION)
         super().__init__(
             nn.Conv2d(channels, hidden, 3, padding=1, bias=False),
             make_norm(norm, hidden),
@@ -91,7 +99,7 @@ def site_weight(
 
     Eq. 10 with B_k = n_k / N for every class gives the discrepancy d_k = sqrt(C / 2) |n_k / N - 1 / Q|.
     """
-    part = n / total
+    part = n / total if total else 0.0
     discrepancy = math.sqrt(num_classes / 2) * abs(part - 1 / num_domains)
     return 1 / (1 + math.exp(-(alpha * part - beta * discrepancy)))
 
@@ -251,11 +259,15 @@ class F2DC(Method):
         for option in ("sigma", "tau"):
             if not 0 < getattr(self, option) < math.inf:
                 raise BadInput(f"f2dc: {option} is {getattr(self, option)}, and must be a finite number above 0")
-        for option in ("lambda1", "lambda2", "alpha", "beta"):
+        for option in ("lambda1", "lambda2"):
             if not 0 <= getattr(self, option) < math.inf:
                 raise BadInput(
                     f"f2dc: {option} is {getattr(self, option)}, and must be a finite number that is not negative"
                 )
+        for option in ("alpha", "beta"):
+            # Far above, some site's weight would vanish in rounding.
+            if not 0 <= getattr(self, option) <= LARGEST_EXPONENT:
+                raise BadInput(f"f2dc: {option} is {getattr(self, option)}, and must be from 0 to {LARGEST_EXPONENT:g}")
         if self.domains is not None and self.domains < 1:
             raise BadInput(f"f2dc: domains is {self.domains}, and must be at least 1")
 

@@ -59,7 +59,11 @@ def make_vector_norm(norm: Norm, channels: int) -> nn.Module:
 
     Without a spatial extent a group of two channels could only become +1 and -1, whatever the image: one group.
     """
-    return VectorNorm(channels) if norm == "batch" else nn.GroupNorm(1, channels)
+    if norm == "batch":
+        return VectorNorm(channels)
+    if norm == "group":
+        return nn.GroupNorm(1, channels)
+    raise ValueError(f"norm '{norm}' is neither 'batch' nor 'group'")
 
 
 class BasicBlock(nn.Module):

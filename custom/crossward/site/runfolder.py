@@ -89,7 +89,7 @@ def claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
     if not resume:
         write_json(path, description)
         return
-    difference = next(_differences(read_json(path), description, ""), None)
+    difference = next(differences(read_json(path), description), None)
     if difference is not None:
         name, old, new = difference
         raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options and data")
@@ -105,9 +105,10 @@ def _fingerprint(cohort: Cohort, site: str) -> dict[str, Any]:
     }
 
 
-def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two nested descriptions differ: dotted name, old value, new value."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**now, **before}:
-            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield name, before, now

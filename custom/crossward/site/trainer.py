@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from crossward.federation.errors import BadInput, SiteFailure
 from crossward.federation.seeds import derive
 from crossward.imaging.data import Split, batches
 from crossward.methods.base import Batch, Context, Method, Model, Prediction
+from crossward.site.augment import Augmentation, augmented
 from crossward.site.devices import Device
 
 EVALUATION_BATCH = 256
@@ -38,6 +39,7 @@ class Training:
         momentum: of SGD, which starts anew every round.
         weight_decay: of SGD.
         clip: largest norm of a step's gradient; none if 0.
+        augment: random changes to training images, see site/augment.py.
         seed: decides the order of images and what methods draw.
     """
 
@@ -49,6 +51,7 @@ class Training:
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float = 0.0
+    augment: Augmentation = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,8 +62,9 @@ class Training:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise BadInput(f"{name} is {value}, and must be a number that is not negative")
-        if self.schedule not in ("constant", "cosine"):
-            raise BadInput(f"schedule '{self.schedule}' is neither 'constant' nor 'cosine'")
+        for name, known in (("schedule", ("constant", "cosine")), ("augment", get_args(Augmentation))):
+            if getattr(self, name) not in known:
+                raise BadInput(f"{name} '{getattr(self, name)}' is not there; there is: {', '.join(known)}")
 
     def rate(self, round_number: int, rounds: int) -> float:
         """The learning rate of a round, from 1; it depends on planned rounds only, so resuming does not change it."""
@@ -100,6 +104,7 @@ def train_round(
     counts = torch.zeros(3, dtype=torch.float64, device=device.kind)
     for step, batch in enumerate(_steps(split, context, training, device)):
         context.generator.manual_seed(derive(training.seed, context.site, context.round_number, step))
+        batch = Batch(augmented(batch.images, training.augment, context.generator), batch.labels)
         optimiser.zero_grad(set_to_none=True)
         with device.autocast():
             trace = model(batch.images, context.generator)
