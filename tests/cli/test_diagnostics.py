@@ -29,9 +29,9 @@ def test_diagnostics_that_fail_do_not_cost_the_result(
         assert (tmp_path / "run" / "result.json").exists()
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("crossward.cli.simulate.diagnose", fail)
+    monkeypatch.setattr("crossward.cli.closer.diagnose", fail)
     done = crossward("simulate", "--method", "fedavg", "--data", phantoms, "--out", tmp_path / "run", *SMALL)
     assert done.code == 0
-    assert "diagnostics failed (RuntimeError)" in done.out + done.err
+    assert "diagnostics could not be worked out (RuntimeError)" in done.out + done.err
     assert json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))["summary"]["avg"] is not None
     assert (tmp_path / "run" / "report.html").exists()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from crossward.cli import closer
 from crossward.cli import poc as command
 from crossward.flare.outcome import Outcome
 from crossward.flare.system import LocalSystem
@@ -170,7 +171,7 @@ def test_a_failure_in_one_addition_loses_neither_the_result_nor_the_other(
         found.update(finished.result())
         raise ValueError("secret-patient-name")
 
-    monkeypatch.setattr(command, {"flags": "find_flags", "diagnostics": "diagnose"}[failing], fail)
+    monkeypatch.setattr(closer, {"flags": "find_flags", "diagnostics": "diagnose"}[failing], fail)
     out = finished.conclude()
     assert all(site["accuracy"] is not None for site in found["sites"].values())
     result = finished.result()

@@ -12,8 +12,11 @@ from made_up_sites import made_up_cohort, made_up_site, made_up_study
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.federation.storage import read_tensors
+from crossward.imaging.data import Split
+from crossward.imaging.held_out import NO_CLASS, NamedScans
+from crossward.site.deployed import deployed_models
 from crossward.site.inprocess import simulate
-from crossward.site.newcomer import newcomer
+from crossward.site.newcomer import newcomer, try_newcomer
 
 
 @pytest.fixture(scope="module", params=["fedavg", "fedbn", "f2dc", "rfeddis"])
@@ -90,3 +93,34 @@ def test_where_nothing_is_shared_there_is_no_model() -> None:
     data = made_up_site("cedar", number=2)
     with pytest.raises(BadInput, match="local shares no model"):
         newcomer(made_up_study("local"), {}, data.train, site="cedar")
+
+
+def test_a_held_out_scanner_is_tried_as_a_newcomer_on_patients_that_did_not_fit_it(finished: tuple[str, Path]) -> None:
+    method, folder = finished
+    study = made_up_study(method, rounds=2)
+    models = deployed_models(study, {site: folder / "sites" / site for site in ("alder", "birch")})
+    data = made_up_site("cedar", number=2, test=18)
+    patients = tuple(f"patient {row // 3}" for row in range(18))
+    scans = NamedScans.of_classes(replace(data.test, patients=patients), data.classes)
+    spoiled = NamedScans(replace(data.test, labels=torch.full((18,), NO_CLASS)), ("empty",) * 18)
+    tried = try_newcomer(study, models, {"spoiled": spoiled, "unseen scanner": scans})
+    assert tried is not None
+    assert (tried["set"], tried["n_fitting"], tried["n_test"]) == ("unseen scanner", 9, 9)
+    rows = [row for row in range(18) if (row // 3) % 2 == 1]
+    fitting = [row for row in range(18) if (row // 3) % 2 == 0]
+
+    def part(chosen: list[int]) -> Split:
+        names = tuple(map(str, chosen))
+        return Split(data.test.images[chosen], data.test.labels[chosen], names, names)
+
+    new = newcomer(study, models["birch"].model.state_dict(), part(fitting), site="unseen scanner")
+    assert tried["accuracy"] == pytest.approx(new.accuracy(part(rows)))
+    assert tried["partners"] == {site: model.accuracy(part(rows)) for site, model in models.items()}
+
+
+def test_without_a_set_of_known_classes_no_newcomer_is_tried(finished: tuple[str, Path]) -> None:
+    method, folder = finished
+    study = made_up_study(method, rounds=2)
+    models = deployed_models(study, {"alder": folder / "sites" / "alder"})
+    assert try_newcomer(study, models, {}) is None
+    assert try_newcomer(study, {}, {}) is None

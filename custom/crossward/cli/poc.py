@@ -9,25 +9,23 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import typer
 from rich.console import Console as Screen
-from rich.markup import escape
 
 from crossward.cli import poc_systems
+from crossward.cli.closer import look_closer
 from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
-from crossward.cli.show import sample_images, show_cohort, show_comparison, show_flags, show_result
+from crossward.cli.show import sample_images, show_cohort, show_comparison, show_flags, show_newcomer, show_result
 from crossward.cli.simulate import INTERRUPTED
 from crossward.cli.study_options import MethodOptions, Rounds, check_folder, parse_options
-from crossward.evaluate.facts import finite, write_result
+from crossward.evaluate.facts import write_result
 from crossward.evaluate.report import write_report
 from crossward.federation.errors import RunFailure
 from crossward.flare.console import Console
@@ -40,17 +38,12 @@ from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.imaging.phantom import is_whole, write_hospitals
 from crossward.methods import create
-from crossward.site.deployed import Deployed, deployed_models
-from crossward.site.diagnostics import diagnose
-from crossward.site.flags import find_flags
 from crossward.site.gathered import alone, gathered
 from crossward.site.study import Study
 
 _TIMING = Timing(join=300, round=1800, grace=20)
 _PACE = Pace(poll=0.5, process=10.0, settle=2.0)
 _READY = 90.0
-
-Pictures = Mapping[str, npt.NDArray[np.uint8]]
 
 
 def poc(
@@ -220,39 +213,10 @@ def conclude(
     write_report(out / "report.html", result, samples)
     show_result(screen, result)
     show_comparison(screen, result)
-    pictures = _look_closer(screen, cohort, held_out, study, deployed_models(study, folders), result, clock=clock)
+    pictures = look_closer(screen, cohort, held_out, study, folders, result, lap=clock.lap)
     write_result(out / "result.json", result)
     write_report(out / "report.html", result, samples, pictures)
     show_flags(screen, result)
+    show_newcomer(screen, result)
     screen.print(f"Time: {clock}")
     screen.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
-
-
-def _look_closer(
-    screen: Screen,
-    cohort: Cohort,
-    held_out: Mapping[str, NamedScans],
-    study: Study,
-    models: Mapping[str, Deployed],
-    result: dict[str, Any],
-    *,
-    clock: Clock,
-) -> Pictures:
-    """Add flags and diagnostics to a result, and give their pictures; one that fails becomes a warning."""
-    pictures: dict[str, npt.NDArray[np.uint8]] = {}
-    additions: dict[str, Callable[[], tuple[dict[str, Any], Pictures]]] = {
-        "flags": lambda: find_flags(cohort, models, held_out),
-        "diagnostics": lambda: diagnose(cohort, study, models, seed=study.training.seed),
-    }
-    for name, work_out in additions.items():
-        try:
-            facts, shown = work_out()
-            result[name] = finite(facts)
-            pictures.update(shown)
-        except Exception as error:
-            # No text of the error: it may name a scan.
-            warning = f"{name} could not be worked out ({type(error).__name__}); all other results are complete"
-            result["warnings"] = [*result["warnings"], warning]
-            screen.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True, highlight=False)
-        clock.lap(name)
-    return pictures

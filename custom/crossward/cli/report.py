@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from crossward.cli.show import show_result
+from crossward.cli.show import show_flags, show_newcomer, show_result
 from crossward.evaluate.facts import read_result
 from crossward.evaluate.report import write_report
 
@@ -31,5 +31,7 @@ def report(
         return
     console = Console()
     show_result(console, result)
+    show_flags(console, result)
+    show_newcomer(console, result)
     if html is not None:
         console.print(f"Report: {html}", soft_wrap=True)

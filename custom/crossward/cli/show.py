@@ -18,6 +18,7 @@ from crossward.evaluate.flag_sheet import (
     by_kind,
     by_site,
     in_words,
+    newcomer_in_words,
     scan_row,
     some_scans,
 )
@@ -94,6 +95,12 @@ def show_flags(console: Console, result: Mapping[str, Any]) -> None:
         console.print(_sheet_table(listed, title=title, caption=HEADS_IN_WORDS if evidence else ""))
     for line in (*in_words(flags), "The threshold is not calibrated: a scan without a flag can still be read wrongly."):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def show_newcomer(console: Console, result: Mapping[str, Any]) -> None:
+    """Say how a hospital without labels would do; nothing where none was tried."""
+    if result.get("newcomer"):
+        console.print(newcomer_in_words(result["newcomer"]), soft_wrap=True, highlight=False)
 
 
 def _sheet_table(sheet: Sheet, *, title: str, caption: str = "") -> Table:

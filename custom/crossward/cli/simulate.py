@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from crossward.cli.closer import Pictures, look_closer
 from crossward.cli.progress import RoundDisplay, counting
-from crossward.cli.show import sample_images, show_cohort, show_result
+from crossward.cli.show import sample_images, show_cohort, show_flags, show_newcomer, show_result
 from crossward.cli.study_options import (
     Augment,
     BatchSize,
@@ -38,9 +40,8 @@ from crossward.cli.study_options import (
 from crossward.evaluate.facts import write_result
 from crossward.evaluate.report import write_report
 from crossward.imaging.data import Cohort, load
+from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.methods import Task, create
-from crossward.site.deployed import deployed_models
-from crossward.site.diagnostics import Pictures, diagnose
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
 from crossward.site.runfolder import check_free
@@ -81,7 +82,8 @@ def simulate(
     lenient: Annotated[bool, typer.Option("--lenient", help="Go on with one-class or tiny sites.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     diagnostics: Annotated[
-        bool, typer.Option("--diagnostics/--no-diagnostics", help="Look into the models for the report.")
+        bool,
+        typer.Option("--diagnostics/--no-diagnostics", help="Flag scans, and look into the models."),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json; everything else to stderr.")] = False,
 ) -> None:
@@ -116,6 +118,9 @@ def simulate(
             batch_size=batch_size,
             progress=progress,
         )
+        held_out = load_held_out(
+            data, classes=cohort.classes, size=size, channels=cohort.channels, seed=seed, progress=progress
+        )
     show_cohort(console, cohort)
     task = Task(
         classes=cohort.classes,
@@ -135,7 +140,7 @@ def simulate(
         participation=participation,
         quorum=quorum,
     )
-    result = run_study(console, cohort, study, out, resume=resume, jobs=jobs, diagnostics=diagnostics)
+    result = run_study(console, cohort, held_out, study, out, resume=resume, jobs=jobs, diagnostics=diagnostics)
     if as_json:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
 
@@ -143,6 +148,7 @@ def simulate(
 def run_study(
     console: Console,
     cohort: Cohort,
+    held_out: Mapping[str, NamedScans],
     study: Study,
     out: Path,
     *,
@@ -163,28 +169,12 @@ def run_study(
     write_result(out / "result.json", result)
     pictures: Pictures = {}
     if diagnostics:
-        result, pictures = _with_diagnostics(console, cohort, study, out, result)
+        folders = {name: out / "sites" / name for name in cohort.sites}
+        pictures = look_closer(console, cohort, held_out, study, folders, result)
+        write_result(out / "result.json", result)
     write_report(out / "report.html", result, sample_images(cohort), pictures)
     show_result(console, result)
+    show_flags(console, result)
+    show_newcomer(console, result)
     console.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
     return result
-
-
-def _with_diagnostics(
-    console: Console, cohort: Cohort, study: Study, out: Path, result: dict[str, Any]
-) -> tuple[dict[str, Any], Pictures]:
-    """Add the diagnostics to a result that is written already, and write it again; as it was where they fail."""
-    try:
-        models = deployed_models(study, {name: out / "sites" / name for name in cohort.sites})
-        facts, pictures = diagnose(cohort, study, models, seed=study.training.seed)
-        extended = {**result, "diagnostics": facts}
-        write_result(out / "result.json", extended)
-    except Exception as error:  # whatever it was, hours of training are not lost over a picture
-        console.print(
-            f"[yellow]warning:[/] the result is complete, but its diagnostics failed ({type(error).__name__}); "
-            "--no-diagnostics leaves them out",
-            soft_wrap=True,
-            highlight=False,
-        )
-        return result, {}
-    return extended, pictures

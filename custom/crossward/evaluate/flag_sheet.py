@@ -176,3 +176,15 @@ def _share(counts: Mapping[str, int]) -> str:
 
 def _accuracy(value: float | None) -> str:
     return "" if value is None else percent(value)
+
+
+def newcomer_in_words(newcomer: Mapping[str, Any]) -> str:
+    """How a hospital that joins without labels would do, against the partners' own models on its scans."""
+    partners = [value for value in newcomer["partners"].values() if value is not None]
+    span = f"{percent(min(partners))} to {percent(max(partners))} %" if partners else "n/a"
+    right = percent(newcomer["accuracy"], newcomer["accuracy_interval"])
+    return (
+        f"A hospital with the {newcomer['set']} that joins without labels: {right} % right on {newcomer['n_test']} "
+        f"scans, with what is shared alone and statistics of {newcomer['n_fitting']} other scans of its own; "
+        f"the partners' models as they are: {span}."
+    )

@@ -17,6 +17,7 @@ from crossward.evaluate.flag_sheet import (
     decimals,
     in_words,
     name_of,
+    newcomer_in_words,
     opinion,
 )
 from crossward.evaluate.plots import Html, join, tag, thumbnail
@@ -33,6 +34,7 @@ def flagged_scans(result: Mapping[str, Any], pictures: Mapping[str, npt.NDArray[
     if not flags or not flags["sites"]:
         return Html()
     overview, kinds = by_site(flags), by_kind(flags)
+    lines = [*in_words(flags), *([newcomer_in_words(result["newcomer"])] if result.get("newcomer") else [])]
     notes = [*(f"[{number}] {note}" for number, note in enumerate(overview.notes, start=1)), AUROC_IN_WORDS]
     return join(
         tag("h2", "Scans that the models should not be trusted on"),
@@ -43,7 +45,7 @@ def flagged_scans(result: Mapping[str, Any], pictures: Mapping[str, npt.NDArray[
             "the hospital's own validation scans. The threshold is not calibrated: it promises no share of flags, and "
             "a scan without a flag can still be read wrongly.",
         ),
-        tag("div", tag("ul", *(tag("li", line) for line in in_words(flags))), class_="notice"),
+        tag("div", tag("ul", *(tag("li", line) for line in lines)), class_="notice"),
         _table(overview),
         tag("ul", *(tag("li", note) for note in notes), class_="notes"),
         tag("details", tag("summary", "By kind of scan"), _table(kinds), open="open"),

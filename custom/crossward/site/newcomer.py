@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from crossward.evaluate.metrics import wilson_interval
 from crossward.federation.contract import Tensors
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.federation.seeds import derive
 from crossward.imaging.data import Split
+from crossward.imaging.held_out import NO_CLASS, NamedScans
 from crossward.site.deployed import Deployed
 from crossward.site.devices import Device
 from crossward.site.study import Study
@@ -44,3 +51,47 @@ def newcomer(study: Study, shared: Tensors, images: Split, *, site: str) -> Depl
     device = Device.best().take(model)
     fitted = refreshed(model, images, device=device, seed=derive(study.training.seed, site, "refresh"))
     return Deployed(site, fitted, study.method, device)
+
+
+def try_newcomer(
+    study: Study, models: Mapping[str, Deployed], held_out: Mapping[str, NamedScans]
+) -> dict[str, Any] | None:
+    """Treat a held-out set of a scanner that no site has as a hospital that joins without labels.
+
+    Half of the scans, without their labels, fit the newcomer's statistics; it is tested on the other half, beside the
+    models that the sites deployed.
+
+    Returns:
+        For ``result["newcomer"]``; None where no set has classes for labels, or the method shares no model.
+    """
+    known = {what: scans for what, scans in held_out.items() if bool((scans.split.labels != NO_CLASS).all())}
+    if not known or not models or not names_in(layout_of(study.model()), Scope.SHARED):
+        return None
+    what, scans = next(iter(known.items()))
+    fitting, test = _every_other(scans.split)
+    if not len(test):
+        return None
+    shared = next(iter(models.values())).model.state_dict()
+    new = newcomer(study, shared, fitting, site=what)
+    right = int((new.answer(test).probabilities.argmax(1) == test.labels).sum())
+    return {
+        "set": what,
+        "n_fitting": len(fitting),
+        "n_test": len(test),
+        "accuracy": right / len(test),
+        "accuracy_interval": wilson_interval(right, len(test)),
+        "partners": {site: model.accuracy(test) for site, model in models.items()},
+    }
+
+
+def _every_other(split: Split) -> tuple[Split, Split]:
+    """Halves of a split by patients in turn: no patient is in both."""
+    first = set(list(dict.fromkeys(split.patients))[::2])
+    rows = {half: [row for row, who in enumerate(split.patients) if (who in first) is half] for half in (True, False)}
+    return _some(split, rows[True]), _some(split, rows[False])
+
+
+def _some(split: Split, rows: list[int]) -> Split:
+    where = torch.tensor(rows, dtype=torch.int64)
+    patients, ids = (tuple(names[row] for row in rows) for names in (split.patients, split.ids))
+    return Split(split.images[where], split.labels[where], patients, ids)
