@@ -26,6 +26,7 @@ from crossward.methods.f2dc import (
     Corrector,
     Decoupler,
     DecouplingBlock,
+    Separation,
     domain_aware_weights,
     gumbel_mask,
     hardest_wrong_label,
@@ -328,8 +329,13 @@ def convolved(maps: Array, kernels: Array) -> Array:
     return result
 
 
-def written_out(features: Array, weights: Mapping[str, Array], labels: Sequence[int]) -> tuple[Array, dict[str, Array]]:
-    """Eq. 3-9 in numpy from the feature map on, per sample: the logits, and the three losses with their weights."""
+def written_out(
+    features: Array, weights: Mapping[str, Array], labels: Sequence[int], held: Array | None = None
+) -> tuple[Array, dict[str, Array]]:
+    """Eq. 3-9 in numpy from the feature map on, per sample: the logits, and the three losses with their weights.
+
+    The cosine is between the parts of the map ``held``, where one is given that does not move with the features.
+    """
 
     def two_convolutions(part: str, maps: Array) -> Array:
         between = convolved(maps, weights[f"{part}.0.weight"])
@@ -352,7 +358,9 @@ def written_out(features: Array, weights: Mapping[str, Array], labels: Sequence[
     wrong = [
         max((c for c in range(answers.shape[1]) if c != y), key=answers[i].__getitem__) for i, y in enumerate(labels)
     ]
-    cosine = (plus * minus).sum(1) / np.sqrt((plus**2).sum(1) * (minus**2).sum(1))
+    whole_map = features if held is None else held
+    one, other = ((part * whole_map).mean(axis=(2, 3)) for part in (mask, 1 - mask))
+    cosine = (one * other).sum(1) / np.sqrt((one**2).sum(1) * (other**2).sum(1))
     auxiliary = "classifiers.3"
     dfd = cosine / SMALL["tau"] - classified(auxiliary, plus)[rows, labels] - classified(auxiliary, minus)[rows, wrong]
     dfc = -classified(auxiliary, star)[rows, labels]
@@ -363,9 +371,10 @@ def written_out(features: Array, weights: Mapping[str, Array], labels: Sequence[
     }
 
 
-def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy() -> None:
+@pytest.mark.parametrize("trained", ["decoupler", "model"])
+def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy(trained: Separation) -> None:
     rng = np.random.default_rng(3)
-    block = DecouplingBlock((1, 1, 1, 2), 3, **SMALL).double().eval()  # type: ignore[arg-type]
+    block = DecouplingBlock((1, 1, 1, 2), 3, separation=trained, **SMALL).double().eval()  # type: ignore[arg-type]
     head = nn.Linear(2, 3).double()
     for tensor in [*block.state_dict().values(), *head.state_dict().values()]:
         if tensor.is_floating_point():
@@ -389,7 +398,8 @@ def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy() -> None:
     terms = block.terms(trace, batch, context())
     terms["cross_entropy"] = functional.cross_entropy(trace.logits, batch.labels, reduction="none")
 
-    answers, expected = written_out(start, weights, labels)
+    held = start if trained == "decoupler" else None
+    answers, expected = written_out(start, weights, labels, held)
     torch.testing.assert_close(trace.logits.log_softmax(1), torch.from_numpy(answers))
     assert terms.keys() == expected.keys()
     step = 1e-5
@@ -402,7 +412,7 @@ def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy() -> None:
             for sign in (1, -1):
                 moved = start.copy()
                 moved[place] += sign * step
-                sums.append(written_out(moved, weights, labels)[1][name].sum())
+                sums.append(written_out(moved, weights, labels, held)[1][name].sum())
             slopes[place] = (sums[0] - sums[1]) / (2 * step)
         assert np.abs(slopes).max() > 0.01
         np.testing.assert_allclose(gradient, slopes, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -34,6 +34,8 @@ REDUCTION = 8
 
 LARGEST_EXPONENT = 10.0
 
+Separation = Literal["decoupler", "model"]
+
 
 def gumbel_mask(
     scores: Tensor, sigma: float, uniform_keep: Tensor | None = None, uniform_drop: Tensor | None = None
@@ -144,6 +146,7 @@ class DecouplingBlock(FeatureBlock):
         stages: after which stages, from 1.
         sigma, tau, lambda1, lambda2: as in Eq. 3, 5 and 9.
         modules: ``"local"`` keeps them at the site; ``"shared"`` averages them with the rest.
+        separation: what the separability of Eq. 5 trains, see ``F2DC``.
         norm: of the convolutions inside.
     """
 
@@ -158,10 +161,12 @@ class DecouplingBlock(FeatureBlock):
         lambda1: float = 0.8,
         lambda2: float = 1.0,
         modules: Literal["local", "shared"] = "local",
+        separation: Separation = "decoupler",
         norm: Norm = "batch",
     ) -> None:
         super().__init__()
         self._sigma, self._tau, self._lambda1, self._lambda2 = sigma, tau, lambda1, lambda2
+        self._through_mask_only = separation == "decoupler"
         widths = {str(stage - 1): channels[stage - 1] for stage in stages}
         self.decouplers = nn.ModuleDict({stage: Decoupler(width, norm=norm) for stage, width in widths.items()})
         self.correctors = nn.ModuleDict({stage: Corrector(width, norm=norm) for stage, width in widths.items()})
@@ -195,6 +200,10 @@ class DecouplingBlock(FeatureBlock):
         notes[f"robust/{key}"] = robust.mean(dim=(2, 3))
         notes[f"related/{key}"] = related.mean(dim=(2, 3))
         notes[f"corrected/{key}"] = notes[f"related/{key}"] + correction.mean(dim=(2, 3))
+        if self._through_mask_only and torch.is_grad_enabled():
+            fixed = features.detach()
+            held = mask * fixed
+            notes[f"apart/{key}"] = torch.stack([held.mean(dim=(2, 3)), (fixed - held).mean(dim=(2, 3))])
         fused: Tensor = features + correction
         return fused
 
@@ -205,8 +214,9 @@ class DecouplingBlock(FeatureBlock):
         decoupling, correction = [], []
         for key, classify in self.classifiers.items():
             robust, related, corrected = (trace.notes[f"{kind}/{key}"] for kind in ("robust", "related", "corrected"))
+            apart = trace.notes.get(f"apart/{key}", (robust, related))
             decoupling.append(
-                separation(robust.float(), related.float(), self._tau, reduction="none")
+                separation(apart[0].float(), apart[1].float(), self._tau, reduction="none")
                 + functional.cross_entropy(classify(robust), batch.labels, reduction="none")
                 + functional.cross_entropy(classify(related), wrong, reduction="none")
             )
@@ -228,6 +238,9 @@ class F2DC(Method):
         stages: after which stages of the backbone they stand, from 1.
         sigma: temperature of the mask (Eq. 3).
         tau: temperature of the separation (Eq. 5).
+        separation: what the separability of Eq. 5 trains: the decoupler through the mask alone, as the text says ("the
+            learning of A_D"), or the whole ``"model"``. At 1 / tau it is by far the steepest term, and in a short run
+            the backbone serves it by features that no longer tell classes apart (docs/methods.md).
         lambda1: weight of L_DFD.
         lambda2: weight of L_DFC.
         weights: ``"domain"`` for Eq. 10-11, ``"samples"`` for sample counts as in FedAvg.
@@ -246,6 +259,7 @@ class F2DC(Method):
     stages: tuple[int, ...] = (4,)
     sigma: float = 0.1
     tau: float = 0.06
+    separation: Separation = "decoupler"
     lambda1: float = 0.8
     lambda2: float = 1.0
     weights: Literal["domain", "samples"] = "domain"
@@ -281,6 +295,7 @@ class F2DC(Method):
             lambda1=self.lambda1,
             lambda2=self.lambda2,
             modules=self.modules,
+            separation=self.separation,
             norm=task.norm,
         )
 
