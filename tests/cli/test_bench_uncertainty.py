@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from crossward.cli import bench_trace
-from crossward.cli.bench_uncertainty import AVERAGE, NOISE, WRONG, compare, noised, read_images, table
+from crossward.cli.bench_uncertainty import AVERAGE, NOISE, WRONG, compare, read_images, table
 from crossward.federation.errors import BadInput, RunFailure
 from crossward.imaging.data import load
+from crossward.site.diagnostics import noised
 from tests.cli.conftest import Command
 from tests.cli.test_bad_input import one_line
 from tests.site.packs import write_packs
@@ -179,6 +180,9 @@ def test_runs_that_do_not_fit_are_refused(crossward: Command, trace: Any, packs:
         return one_line(crossward("bench", "uncertainty", *words))
 
     assert "differ in more than the seed" in refused(tmp_path / "fedavg", tmp_path / "fedbn")
+    assert trace(tmp_path / "one", "--sites", "alder", method="fedavg[epochs=1]", seed=1).code == 0
+    for pair in (("fedavg", "one"), ("one", "fedavg")):
+        assert "give runs of the same sites" in refused(*(tmp_path / name for name in pair))
     assert "holds no run" in refused(tmp_path)
     assert "no site 'cedar'" in refused(tmp_path / "fedavg", "--sites", "cedar")
     others = write_packs(tmp_path / "others", SITES, images=128)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from crossward.evaluate.plots import Html
 from tests.cli.conftest import SMALL, Command
 
 
@@ -35,3 +36,35 @@ def test_diagnostics_that_fail_do_not_cost_the_result(
     assert "diagnostics could not be worked out (RuntimeError)" in done.out + done.err
     assert json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))["summary"]["avg"] is not None
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_damaged_vault_costs_warnings_only(
+    crossward: Command, phantoms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("not readable")
+
+    monkeypatch.setattr("crossward.cli.closer.deployed_models", fail)
+    done = crossward("simulate", "--method", "fedavg", "--data", phantoms, "--out", tmp_path / "run", *SMALL)
+    assert done.code == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
+    assert [warning.split(" could")[0] for warning in result["warnings"][-3:]] == ["flags", "newcomer", "diagnostics"]
+    assert not {"flags", "newcomer", "diagnostics"} & set(result)
+
+
+def test_a_report_that_cannot_be_drawn_with_the_additions_is_left_without_them(
+    crossward: Command, phantoms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> str:
+        if any(arguments):
+            raise ValueError("cannot be drawn")
+        return Html()
+
+    monkeypatch.setattr("crossward.evaluate.report_features._noise", fail)
+    done = crossward("simulate", "--method", "fedavg", "--data", phantoms, "--out", tmp_path / "run", *SMALL)
+    assert done.code == 0
+    assert "the closer look could not be worked out (ValueError)" in done.out + done.err
+    result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
+    assert result["summary"]["avg"] is not None
+    assert "diagnostics" not in result
+    assert "the closer look could not be worked out" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

@@ -107,7 +107,7 @@ class Finished:
     def conclude(self) -> str:
         screen = Console(file=io.StringIO(), width=100, record=True)
         clock = command.Clock()
-        command.conclude(
+        command.finish(
             screen, self.cohort, self.held_out, self.study, self.outcome, self.out, clock=clock, compare=False
         )
         assert {"flags", "diagnostics"} <= clock.laps.keys()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,28 @@ def numbered(count: int) -> Split:
     names = tuple(str(number) for number in range(count))
     values = torch.arange(count)
     return Split(values.float().reshape(-1, 1, 1, 1).repeat(1, 3, 8, 8), values, names, names)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [[3, 0], (3, 0), np.array([3, 0]), np.array([3, 0], np.uint8), np.array([-1, -4])],
+    ids=["list", "tuple", "array", "bytes", "from the end"],
+)
+def test_rows_by_number_come_in_their_order(where) -> None:
+    split = replace(numbered(4), patients=("a", "b", "c", "d"))
+    some = split.rows(where)
+    assert some.labels.tolist() == [3, 0]
+    assert some.images[:, 0, 0, 0].tolist() == [3.0, 0.0]
+    assert (some.patients, some.ids) == (("d", "a"), ("3", "0"))
+
+
+def test_rows_by_marks_and_none_at_all() -> None:
+    split = numbered(4)
+    assert split.rows(np.array([True, False, True, False])).ids == ("0", "2")
+    for nothing in ([], np.zeros(4, bool), np.array([], np.int64)):
+        empty = split.rows(nothing)
+        assert (len(empty), empty.images.shape, empty.labels.dtype) == (0, (0, 3, 8, 8), torch.int64)
+    assert len(numbered(0).rows(np.zeros(0, bool))) == 0
 
 
 def order(split: Split, *, batch_size: int, seed: int | None, drop_last: bool = False) -> list[list[int]]:

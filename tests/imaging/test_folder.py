@@ -8,7 +8,9 @@ import torch
 
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import load
+from crossward.imaging.folder import PHANTOM_NOTE, is_phantom, phantom_name
 from crossward.imaging.phantom import write_hospitals
+from crossward.imaging.phantom_file import Label
 
 
 def grey(value: float) -> float:
@@ -241,5 +243,38 @@ def test_phantom_hospitals(tmp_path: Path) -> None:
         images = site.train.images
         corner, centre = images[:, 0, 2:6, 4:8].mean(), images[:, 0, 10:22, 10:22].mean()
         assert corner < centre
-    held_out = load(tmp_path / "made" / "held-out" / "unseen-scanner", size=32, batch_size=8)
-    assert held_out.phantom
+    for part in ("hospital-b", "held-out/unseen-scanner", "held-out/spoiled"):
+        assert is_phantom(tmp_path / "made" / part), part
+    assert load(tmp_path / "made" / "held-out" / "unseen-scanner", size=32, batch_size=8).phantom
+    # Every film of theirs has a short name, and it is the one that the writer gave it.
+    for site in cohort.sites.values():
+        assert all(file == f"images/{phantom_name(file)}.dcm" for file in site.train.ids)
+    assert phantom_name(f"images/{Label('U', 17, 2, seed=3).file_name}") == "U0017-2"
+
+
+@pytest.mark.parametrize(
+    "below", ["project/hospital", "project/held-out/set", "hospital-a/inner", "held-out/spoiled/inner", "project"]
+)
+def test_real_scans_below_a_folder_of_phantoms_are_not_taken_for_them(below: str, tmp_path: Path, write_labels) -> None:
+    (tmp_path / PHANTOM_NOTE).write_text("made up")
+    write_labels(tmp_path / below / ("hospital" if below == "project" else ""), [])
+    assert not is_phantom(tmp_path / below)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "images/MRN-00471182-1.dcm",
+        "DOE_JANE_1957.dcm",
+        "images/A00471182-1.dcm",
+        "A0047-11.dcm",
+        "a0047-1.dcm",
+        "A0047-1",
+        "A0047-1.dcm.old",
+        "A0047-1.dcm\n",
+        "A0047-1.dcm/scan.dcm",
+        "DOE\\A0047-1.dcm",
+    ],
+)
+def test_no_other_file_has_a_short_name(file: str) -> None:
+    assert phantom_name(file) is None

@@ -11,7 +11,7 @@ import torch
 
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import load
-from crossward.imaging.held_out import NO_CLASS, NamedScans, load_held_out
+from crossward.imaging.held_out import NO_CLASS, OWN_TEST, NamedScans, load_held_out
 from crossward.imaging.phantom import write_hospitals
 from crossward.imaging.pictures import pictures_of
 from crossward.imaging.spoiled import KINDS
@@ -129,8 +129,27 @@ def test_no_sets_where_there_is_no_folder_of_them(hospitals: Path) -> None:
 
 def test_a_set_without_labels_is_named(hospitals: Path) -> None:
     (hospitals / "held-out" / "copy-of-east" / "labels.csv").unlink()
-    with pytest.raises(BadInput, match=r"held-out/copy-of-east: has no labels\.csv"):
+    with pytest.raises(
+        BadInput, match=r"held-out/copy-of-east: has no labels\.csv; .* or take the set out of held-out$"
+    ):
         read(hospitals)
+
+
+def test_a_set_that_lists_nothing_is_named(hospitals: Path, write_labels) -> None:
+    write_labels(hospitals / "held-out" / "copy-of-east", [])
+    with pytest.raises(
+        BadInput, match=r"held-out/copy-of-east: .* lists no images; .* or take the set out of held-out$"
+    ):
+        read(hospitals)
+
+
+def test_a_set_cannot_take_the_place_of_a_hospitals_own_test_scans(hospitals: Path) -> None:
+    sets = hospitals / "held-out"
+    (sets / "copy-of-east").rename(sets / OWN_TEST.replace(" ", "-"))
+    with pytest.raises(BadInput, match=r"held-out/own-test: .*another name"):
+        read(hospitals)
+    (sets / "own-test").rename(sets / "own-tests")
+    assert list(read(hospitals)) == ["own tests"]
 
 
 def test_phantoms_come_with_both_sets_and_neither_is_a_hospital(tmp_path: Path) -> None:

@@ -371,10 +371,10 @@ def written_out(
     }
 
 
-@pytest.mark.parametrize("trained", ["decoupler", "model"])
-def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy(trained: Separation) -> None:
+@pytest.mark.parametrize("moving", ["mask", "model"])
+def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy(moving: Separation) -> None:
     rng = np.random.default_rng(3)
-    block = DecouplingBlock((1, 1, 1, 2), 3, separation=trained, **SMALL).double().eval()  # type: ignore[arg-type]
+    block = DecouplingBlock((1, 1, 1, 2), 3, separation=moving, **SMALL).double().eval()  # type: ignore[arg-type]
     head = nn.Linear(2, 3).double()
     for tensor in [*block.state_dict().values(), *head.state_dict().values()]:
         if tensor.is_floating_point():
@@ -398,7 +398,7 @@ def test_values_and_gradients_of_the_whole_loss_written_out_in_numpy(trained: Se
     terms = block.terms(trace, batch, context())
     terms["cross_entropy"] = functional.cross_entropy(trace.logits, batch.labels, reduction="none")
 
-    held = start if trained == "decoupler" else None
+    held = start if moving == "mask" else None
     answers, expected = written_out(start, weights, labels, held)
     torch.testing.assert_close(trace.logits.log_softmax(1), torch.from_numpy(answers))
     assert terms.keys() == expected.keys()

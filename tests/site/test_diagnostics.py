@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from crossward.evaluate.facts import finite
 from crossward.imaging.data import Cohort, SiteData, Split
-from crossward.methods.base import Model, Prediction, SoftmaxHead
+from crossward.methods.base import FeatureBlock, Model, Prediction, SoftmaxHead, Trace
 from crossward.methods.f2dc import DecouplingBlock
 from crossward.methods.registry import create
 from crossward.site.deployed import Deployed, deployed_models
@@ -153,16 +151,27 @@ def test_a_block_that_was_left_out_has_no_masks() -> None:
     assert diagnose(cohort, study, models, seed=0)[0]["masks"] is None
 
 
-def spread_as_uncertainty(model: Model, images: Tensor) -> Prediction:
+class Pixels(nn.Module):
+    """A backbone whose features are the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Flatten(), nn.Unflatten(1, (64, 1, 1)))
+        self.stages = nn.ModuleList([nn.Identity()])
+
+
+class Spread(SoftmaxHead):
     """Uncertain by how far an image's pixels are spread; sure of class 0 always."""
-    spread = images.flatten(1).std(dim=1) / 3
-    return Prediction(torch.tensor([[1.0, 0.0, 0.0]]).expand(len(images), 3), spread, images.flatten(1))
+
+    def predict(self, trace: Trace) -> Prediction:
+        sure = torch.tensor([[1.0, 0.0, 0.0]]).expand(len(trace.pooled), 3)
+        return Prediction(sure, trace.pooled.std(dim=1) / 3, trace.pooled)
 
 
 def test_the_noise_is_as_strong_as_said_and_raises_what_measures_it() -> None:
     split = replace(made_up_split(60, seed=0), images=torch.full((60, 1, 8, 8), 0.5))
-    method: Any = SimpleNamespace(predict=spread_as_uncertainty)
-    deployed = Deployed("alder", made_up_study().model(), method, CPU)
+    model = Model(Pixels(), FeatureBlock(), Spread(64, 3))  # type: ignore[arg-type]
+    deployed = Deployed("alder", model, create("fedavg"), CPU)
     facts, _ = diagnose(one_site(split), made_up_study(), {"alder": deployed}, seed=0)
     noise = facts["noise"]["sites"]["alder"]
     assert noise["noise_auc"] == 1.0
@@ -227,6 +236,24 @@ def test_many_images_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None
     facts, _ = diagnose(cohort, study, untrained(cohort, study), seed=0)
     assert facts["map"]["site_of"] == [0] * 4 + [1] * 4 + [2] * 4
     assert facts["collapse"]["images"] == 15
+
+
+@pytest.mark.parametrize("method", ["fedavg", "f2dc", "rfeddis"])
+def test_a_site_reads_each_of_its_own_test_images_once(method: str) -> None:
+    cohort, study = made_up_cohort(), made_up_study(method)
+    models = untrained(cohort, study)
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_inference_mode_enabled():  # and not for Grad-CAM, which needs gradients
+            seen.extend(inputs[0])
+
+    models["alder"].model.register_forward_pre_hook(keep)
+    diagnose(cohort, study, models, seed=0)
+    for place, site in cohort.sites.items():
+        assert [sum(torch.equal(image, other) for other in seen) for image in site.test.images] == [1] * 9, place
+    # The images of the three sites, and the noised ones of its own.
+    assert len(seen) == 4 * 9
 
 
 def test_nothing_names_a_patient() -> None:

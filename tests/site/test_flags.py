@@ -13,10 +13,10 @@ from made_up_sites import CLASSES, CPU, SITES, made_up_cohort, made_up_split, ma
 
 from crossward.evaluate.facts import finite
 from crossward.imaging.data import Cohort, Split
-from crossward.imaging.held_out import NO_CLASS, NamedScans
+from crossward.imaging.held_out import NO_CLASS, OWN_TEST, NamedScans
 from crossward.methods.base import Prediction
 from crossward.site.deployed import Deployed, deployed_models
-from crossward.site.flags import OWN_TEST, find_flags
+from crossward.site.flags import find_flags
 from crossward.site.inprocess import simulate
 from crossward.uncertainty.evidence import Opinion, conflict, opinion
 
@@ -48,7 +48,7 @@ def written(*scans: tuple[int, int, float]) -> Split:
     images = torch.zeros(len(scans), 1, 8, 8)
     for row, (_, said, uncertainty) in enumerate(scans):
         images[row, 0, 0, 0], images[row, 0, 0, 1] = said, uncertainty
-    names = tuple(f"folder/patient-{row}.dcm" for row in range(len(scans)))
+    names = tuple(f"images/A{row + 1:04d}-1.dcm" for row in range(len(scans)))
     return Split(images, torch.tensor([label for label, _, _ in scans], dtype=torch.int64), names, names)
 
 
@@ -164,9 +164,17 @@ def test_a_site_without_a_threshold_flags_everything_and_says_why(validation: Sp
 
 def test_scans_of_patients_are_only_numbered() -> None:
     found = flags(phantom=False)
+    assert found["scans"]
     assert all(scan["id"] is None for scan in found["scans"])
-    assert "patient" not in json.dumps(found)
-    assert flags(phantom=True)["scans"][0]["id"] == "patient-2"
+    assert "A0003" not in json.dumps(found)
+    assert flags(phantom=True)["scans"][0]["id"] == "A0003-1"
+
+
+def test_a_scan_among_phantoms_that_has_a_patients_name_is_only_numbered() -> None:
+    names = tuple(f"images/DOE_JANE-MRN4711-{row}.dcm" for row in range(len(TEST)))
+    found = flags(phantom=True, test=replace(TEST, ids=names, patients=names))
+    assert [scan["id"] for scan in found["scans"]] == [None, None, "A0001-1", "A0002-1"]
+    assert "DOE" not in json.dumps(found)
 
 
 def test_pictures_are_capped_with_every_kind_in_turn_and_the_list_is_not() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 import torch
-from made_up_sites import made_up_cohort, made_up_site, made_up_study
+from made_up_sites import CLASSES, made_up_cohort, made_up_site, made_up_split, made_up_study
 
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
@@ -16,7 +17,7 @@ from crossward.imaging.data import Split
 from crossward.imaging.held_out import NO_CLASS, NamedScans
 from crossward.site.deployed import deployed_models
 from crossward.site.inprocess import simulate
-from crossward.site.newcomer import newcomer, try_newcomer
+from crossward.site.newcomer import halves, newcomer, try_newcomer
 
 
 @pytest.fixture(scope="module", params=["fedavg", "fedbn", "f2dc", "rfeddis"])
@@ -58,6 +59,7 @@ def test_labels_are_not_looked_at(finished: tuple[str, Path]) -> None:
     assert torch.equal(answers[0].probabilities, answers[1].probabilities)
 
 
+@pytest.mark.parametrize("finished", ["f2dc", "rfeddis"], indirect=True)
 def test_what_a_site_keeps_does_not_matter(finished: tuple[str, Path]) -> None:
     """Whatever stands in the modules that never leave a site, a newcomer's answer is the same."""
     method, folder = finished
@@ -66,10 +68,11 @@ def test_what_a_site_keeps_does_not_matter(finished: tuple[str, Path]) -> None:
     model = newcomer(study, shared_of(folder), data.train, site="cedar")
     before = model.answer(data.test).probabilities
     parts = [part for part in (model.model.block, getattr(model.model.head, "local", None)) if part is not None]
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    assert parameters
     with torch.no_grad():
-        for part in parts:
-            for parameter in part.parameters():
-                parameter.fill_(0.3)
+        for parameter in parameters:
+            parameter.fill_(0.3)
     assert torch.equal(model.answer(data.test).probabilities, before)
 
 
@@ -106,8 +109,10 @@ def test_a_held_out_scanner_is_tried_as_a_newcomer_on_patients_that_did_not_fit_
     tried = try_newcomer(study, models, {"spoiled": spoiled, "unseen scanner": scans})
     assert tried is not None
     assert (tried["set"], tried["n_fitting"], tried["n_test"]) == ("unseen scanner", 9, 9)
-    rows = [row for row in range(18) if (row // 3) % 2 == 1]
-    fitting = [row for row in range(18) if (row // 3) % 2 == 0]
+    # Every patient has one scan of each class, so that the order of the hash alone decides.
+    first = sorted(set(patients), key=lambda who: blake2b(f"{study.training.seed}/{who}".encode()).digest())[:3]
+    rows = [row for row in range(18) if patients[row] not in first]
+    fitting = [row for row in range(18) if patients[row] in first]
 
     def part(chosen: list[int]) -> Split:
         names = tuple(map(str, chosen))
@@ -116,6 +121,31 @@ def test_a_held_out_scanner_is_tried_as_a_newcomer_on_patients_that_did_not_fit_
     new = newcomer(study, models["birch"].model.state_dict(), part(fitting), site="unseen scanner")
     assert tried["accuracy"] == pytest.approx(new.accuracy(part(rows)))
     assert tried["partners"] == {site: model.accuracy(part(rows)) for site, model in models.items()}
+
+
+def test_both_halves_have_every_class_and_share_no_patient() -> None:
+    """Labels that alternate, as in a labels.csv: taking every other patient would give halves of one class each."""
+    split = made_up_split(24, seed=0, classes=2)
+    assert split.labels.tolist() == [0, 1] * 12
+    whole = replace(split, patients=tuple(f"patient {row % 8}" for row in range(24)))
+    for seed in range(5):
+        fitting, test = halves(whole, seed=seed)
+        assert fitting.labels.bincount().tolist() == test.labels.bincount().tolist() == [6, 6]
+        assert not set(fitting.patients) & set(test.patients)
+        assert sorted(fitting.ids + test.ids) == sorted(split.ids)
+    assert halves(whole, seed=0)[0].patients != halves(whole, seed=1)[0].patients
+
+
+@pytest.mark.parametrize("finished", ["fedavg"], indirect=True)
+@pytest.mark.parametrize(("patients", "tried"), [("aa", False), ("abc", False), ("aabb", True), ("abcd", True)])
+def test_too_few_scans_make_no_newcomer(finished: tuple[str, Path], patients: str, tried: bool) -> None:
+    """One scan to fit to, or none to test on, says nothing about a newcomer."""
+    method, folder = finished
+    study = made_up_study(method, rounds=2)
+    models = deployed_models(study, {"alder": folder / "sites" / "alder"})
+    split = made_up_split(len(patients), seed=0, classes=1)
+    scans = NamedScans.of_classes(replace(split, patients=tuple(patients)), CLASSES)
+    assert (try_newcomer(study, models, {"unseen scanner": scans}) is not None) is tried
 
 
 def test_without_a_set_of_known_classes_no_newcomer_is_tried(finished: tuple[str, Path]) -> None:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from crossward.federation.errors import BadInput
@@ -33,13 +33,20 @@ def test_few_scans_give_the_largest_value_and_say_so(n: int, rank: int, rough: b
     assert not rough or f"{n} validation scans are too few" in threshold.note
 
 
-@given(st.lists(SCORES, min_size=2, max_size=60).filter(lambda values: len(set(values)) > 1), st.floats(1, 99))
-def test_the_line_is_the_smallest_value_that_enough_do_not_exceed(values: list[float], percentile: float) -> None:
-    found = threshold_of(values, percentile=percentile).value
-    assert found == np.percentile(values, percentile, method="inverted_cdf")
-    assert found == threshold_of(sorted(values), percentile=percentile).value
-    above = sum(value > found for value in values)
-    assert above <= (100 - percentile) / 100 * len(values) + 1e-6
+# In floating point 64.4 * 250 / 100 is a little more than 161.
+@example([value / 1000 for value in range(250)], 644)
+@given(st.lists(SCORES, min_size=2, max_size=60).filter(lambda values: len(set(values)) > 1), st.integers(1, 999))
+def test_the_line_is_the_smallest_value_that_enough_do_not_exceed(values: list[float], tenths: int) -> None:
+    found = threshold_of(values, percentile=tenths / 10).value
+    # Counted in whole numbers: at least tenths / 1000 of all values do not exceed it.
+    enough = [value for value in values if 1000 * sum(other <= value for other in values) >= tenths * len(values)]
+    assert found == min(enough)
+    assert found == threshold_of(sorted(values), percentile=tenths / 10).value
+
+
+def test_a_percentile_is_not_rounded() -> None:
+    assert threshold_of([0.1, 0.2], percentile=50).value == 0.1
+    assert threshold_of([0.1, 0.2], percentile=50.00000000001).value == 0.2
 
 
 @pytest.mark.parametrize(

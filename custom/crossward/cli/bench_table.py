@@ -21,7 +21,7 @@ from crossward.imaging.data import Cohort, load
 from crossward.imaging.skew import linear_probabilities, plain_numbers
 from crossward.site.augment import Augmentation
 from crossward.site.inprocess import simulate
-from crossward.site.runfolder import DESCRIPTION, differences
+from crossward.site.runfolder import DESCRIPTION, check_same
 from crossward.site.study import Study
 
 METRICS = ("accuracy", "balanced_accuracy", "auc")
@@ -85,34 +85,13 @@ def _cell(cohort: Cohort, study: Study, out: Path, *, title: str, jobs: int | No
     """Read a finished run, or start or resume it."""
     finished = out / "result.json"
     if finished.exists():
-        result = read_result(finished)
-        _check_same(out, result, study, cohort)
-        return result
+        check_same(out, study, cohort)
+        return read_result(finished)
     console.print(title, highlight=False, markup=False)
     with RoundDisplay(console, rounds=study.task.rounds, sites=len(cohort.sites)) as display:
         result = simulate(cohort, study, out, resume=(out / DESCRIPTION).exists(), jobs=jobs, listen=display)
     write_result(finished, result)
     return result
-
-
-def _check_same(folder: Path, result: Mapping[str, Any], study: Study, cohort: Cohort) -> None:
-    """Refuse a finished run of something else than this table is about.
-
-    An option that came with a later version than the run's had what is its default now.
-    """
-    stored = {key: value for key, value in result["options"].items() if key != "device"}
-    before = {
-        "options": Study.from_options(stored).options(),
-        "n_train": {name: site["n_train"] for name, site in result["sites"].items()},
-        "n_test": {name: site["n_test"] for name, site in result["sites"].items()},
-    }
-    now = {
-        "options": study.options(),
-        "n_train": {name: len(site.train) for name, site in cohort.sites.items()},
-        "n_test": {name: len(site.test) for name, site in cohort.sites.items()},
-    }
-    for name, there, here in differences(before, now):
-        raise BadInput(f"{folder} was run with {name} = {there} and not {here}; use the same options, or another --out")
 
 
 def _baseline(cohort: Cohort) -> dict[str, Any]:

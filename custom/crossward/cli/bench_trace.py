@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossward.cli.bench_uncertainty import NOISE, compare, noised, signals, spread
+from crossward.cli.bench_uncertainty import NOISE, compare, signals, spread
 from crossward.cli.bench_variants import Variant
 from crossward.cli.progress import RoundDisplay
 from crossward.evaluate.facts import write_result
@@ -18,6 +18,7 @@ from crossward.federation.seeds import derive
 from crossward.federation.storage import read_json, read_tensors, write_json
 from crossward.imaging.data import Cohort
 from crossward.site.devices import Device
+from crossward.site.diagnostics import noised
 from crossward.site.inprocess import Event, simulate
 from crossward.site.runfolder import DESCRIPTION
 from crossward.site.study import Study

@@ -26,6 +26,7 @@ from crossward.imaging.pack import sized
 from crossward.imaging.pictures import normalised
 from crossward.methods.base import Prediction
 from crossward.site.deployed import Deployed, deployed_models
+from crossward.site.diagnostics import noised
 from crossward.site.runfolder import DESCRIPTION
 from crossward.site.study import Study
 
@@ -95,6 +96,11 @@ def measure(
     for run in runs[1:]:
         if _but_seed(run.study) != _but_seed(runs[0].study):
             raise BadInput(f"{run.folder} and {runs[0].folder} differ in more than the seed; give runs of one study")
+        if set(run.sites) != set(runs[0].sites):
+            raise BadInput(
+                f"{run.folder} has the sites {', '.join(run.sites)} and {runs[0].folder} has "
+                f"{', '.join(runs[0].sites)}; give runs of the same sites"
+            )
     task = runs[0].study.task
     others = {path.stem: read_images(path, size=task.size, channels=task.channels) for path in ood}
     measured = []
@@ -151,12 +157,6 @@ def compare(usual: Signals, odd: Signals) -> Figures:
         ],
         "auroc": {name: rank_auc(values, is_odd) for name, values in both.items()},
     }
-
-
-def noised(split: Split, sigma: float, *, seed: int) -> Split:
-    """Add Gaussian noise to normalised images."""
-    noise = torch.randn(split.images.shape, generator=torch.Generator().manual_seed(seed))
-    return replace(split, images=split.images + sigma * noise)
 
 
 def read_images(path: Path, *, size: int, channels: int) -> Split:

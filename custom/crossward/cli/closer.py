@@ -1,8 +1,9 @@
-"""A closer look at a finished run whose sites' folders are all here: flags, a newcomer, what the models learned."""
+"""The end of a run whose sites' folders are all here: its result and report, then a closer look at the models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 
-from crossward.evaluate.facts import finite
+from crossward.cli.show import sample_images, show_comparison, show_flags, show_newcomer, show_result
+from crossward.evaluate.facts import finite, write_result
+from crossward.evaluate.report import write_report
 from crossward.imaging.data import Cohort
 from crossward.imaging.held_out import NamedScans
 from crossward.site.deployed import deployed_models
@@ -24,47 +27,92 @@ Pictures = Mapping[str, npt.NDArray[np.uint8]]
 Addition = Callable[[], tuple[dict[str, Any] | None, Pictures]]
 
 
-def look_closer(
+def conclude(
     screen: Console,
     cohort: Cohort,
     held_out: Mapping[str, NamedScans],
     study: Study,
     folders: Mapping[str, Path],
     result: dict[str, Any],
+    out: Path,
     *,
+    closer: bool = True,
     lap: Callable[[str], object] = lambda name: None,
-) -> Pictures:
-    """Add flags, a newcomer and diagnostics to a result, and give their pictures; one that fails becomes a warning.
+) -> dict[str, Any]:
+    """Write and show a result with its report; then look closer, and write and show what that adds.
+
+    The result is complete on disk before the closer look begins: a failure there costs a warning.
 
     Args:
-        screen: for warnings.
+        screen: to show things on.
         cohort: all sites' images.
         held_out: sets of scans that belong to no site.
         study: what was run.
         folders: of the run at every site.
-        result: already written once, since nothing of this may lose it; gets the additions.
+        result: of the run.
+        out: folder for result.json and report.html.
+        closer: whether to look closer.
         lap: called with the name of every addition when it is done.
     """
+    samples = sample_images(cohort)
+    _write(out, result, samples, {})
+    show_result(screen, result)
+    show_comparison(screen, result)
+    if closer:
+        longer, pictures = _longer(screen, cohort, held_out, study, folders, result, lap=lap)
+        try:
+            _write(out, longer, samples, pictures)
+            show_flags(screen, longer)
+            show_newcomer(screen, longer)
+            result = longer
+        except Exception as error:
+            _write(out, _warned(screen, result, "the closer look", error), samples, {})
+    screen.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
+    return result
+
+
+def _write(out: Path, result: Mapping[str, Any], samples: Pictures, pictures: Pictures) -> None:
+    write_result(out / "result.json", result)
+    write_report(out / "report.html", result, samples, pictures)
+
+
+def _longer(
+    screen: Console,
+    cohort: Cohort,
+    held_out: Mapping[str, NamedScans],
+    study: Study,
+    folders: Mapping[str, Path],
+    result: Mapping[str, Any],
+    *,
+    lap: Callable[[str], object],
+) -> tuple[dict[str, Any], Pictures]:
+    """A result with flags, a newcomer and diagnostics, and their pictures; one that fails becomes a warning."""
+    longer = dict(result)
     pictures: dict[str, npt.NDArray[np.uint8]] = {}
     for name, work_out in _additions(cohort, held_out, study, folders):
         try:
             facts, shown = work_out()
             if facts is not None:
-                result[name] = finite(facts)
+                longer[name] = finite(facts)
                 pictures.update(shown)
         except Exception as error:
-            # No text of the error: it may name a scan.
-            warning = f"{name} could not be worked out ({type(error).__name__}); all other results are complete"
-            result["warnings"] = [*result["warnings"], warning]
-            screen.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True, highlight=False)
+            longer = _warned(screen, longer, name, error)
         lap(name)
-    return pictures
+    return longer, pictures
 
 
 def _additions(
     cohort: Cohort, held_out: Mapping[str, NamedScans], study: Study, folders: Mapping[str, Path]
 ) -> Iterator[tuple[str, Addition]]:
-    models = deployed_models(study, folders)
-    yield "flags", lambda: find_flags(cohort, models, held_out)
-    yield "newcomer", lambda: (try_newcomer(study, models, held_out), {})
-    yield "diagnostics", lambda: diagnose(cohort, study, models, seed=study.training.seed)
+    # Read with the first addition, so that a damaged vault costs a warning too.
+    models = cache(lambda: deployed_models(study, folders))
+    yield "flags", lambda: find_flags(cohort, models(), held_out)
+    yield "newcomer", lambda: (try_newcomer(study, models(), held_out), {})
+    yield "diagnostics", lambda: diagnose(cohort, study, models(), seed=study.training.seed)
+
+
+def _warned(screen: Console, result: Mapping[str, Any], name: str, error: Exception) -> dict[str, Any]:
+    """The result with a warning, which is shown too. No text of the error: it may name a scan."""
+    warning = f"{name} could not be worked out ({type(error).__name__}); all other results are complete"
+    screen.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True, highlight=False)
+    return {**result, "warnings": [*result["warnings"], warning]}

@@ -19,14 +19,12 @@ import typer
 from rich.console import Console as Screen
 
 from crossward.cli import poc_systems
-from crossward.cli.closer import look_closer
+from crossward.cli.closer import conclude
 from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
-from crossward.cli.show import sample_images, show_cohort, show_comparison, show_flags, show_newcomer, show_result
+from crossward.cli.show import show_cohort
 from crossward.cli.simulate import INTERRUPTED
 from crossward.cli.study_options import MethodOptions, Rounds, check_folder, parse_options
-from crossward.evaluate.facts import write_result
-from crossward.evaluate.report import write_report
 from crossward.federation.errors import RunFailure
 from crossward.flare.console import Console
 from crossward.flare.explain import explain
@@ -154,7 +152,7 @@ def run_on_flare(
         screen.print(f"FLARE is ready after {clock.lap('starting FLARE'):.0f} s")
         outcome = _run_job(screen, system, study, out)
         clock.lap("job")
-        conclude(screen, cohort, held_out, study, outcome, out, clock=clock, compare=compare)
+        finish(screen, cohort, held_out, study, outcome, out, clock=clock, compare=compare)
         failed = False
         if keep:
             poc_systems.keep(system, screen)
@@ -189,7 +187,7 @@ def _run_job(screen: Screen, system: LocalSystem, study: Study, out: Path) -> Ou
     return outcome
 
 
-def conclude(
+def finish(
     screen: Screen,
     cohort: Cohort,
     held_out: Mapping[str, NamedScans],
@@ -208,15 +206,5 @@ def conclude(
         result["alone"] = alone(cohort, study, out / "alone")
         clock.lap("comparison")
     result["laps"] = clock.laps
-    samples = sample_images(cohort)
-    write_result(out / "result.json", result)
-    write_report(out / "report.html", result, samples)
-    show_result(screen, result)
-    show_comparison(screen, result)
-    pictures = look_closer(screen, cohort, held_out, study, folders, result, lap=clock.lap)
-    write_result(out / "result.json", result)
-    write_report(out / "report.html", result, samples, pictures)
-    show_flags(screen, result)
-    show_newcomer(screen, result)
+    conclude(screen, cohort, held_out, study, folders, result, out, lap=clock.lap)
     screen.print(f"Time: {clock}")
-    screen.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)

@@ -23,6 +23,7 @@ from crossward.evaluate.flag_sheet import (
     some_scans,
 )
 from crossward.evaluate.table import Sheet, matrix_table, site_table
+from crossward.federation.turns import in_turn
 from crossward.imaging.data import Cohort, SiteData
 from crossward.imaging.pictures import pictures_of
 
@@ -132,5 +133,4 @@ def _samples(site: SiteData, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     by_class = [
         [i for i, label in enumerate(site.train.labels.tolist()) if label == k] for k in range(len(site.classes))
     ]
-    turns = [row[turn] for turn in range(count) for row in by_class if turn < len(row)][:count]
-    return pictures_of(site.train.images[turns])
+    return pictures_of(site.train.images[in_turn(by_class)[:count]])

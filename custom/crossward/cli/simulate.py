@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from crossward.cli.closer import Pictures, look_closer
+from crossward.cli.closer import conclude
 from crossward.cli.progress import RoundDisplay, counting
-from crossward.cli.show import sample_images, show_cohort, show_flags, show_newcomer, show_result
+from crossward.cli.show import show_cohort
 from crossward.cli.study_options import (
     Augment,
     BatchSize,
@@ -37,8 +37,6 @@ from crossward.cli.study_options import (
     parse_names,
     parse_options,
 )
-from crossward.evaluate.facts import write_result
-from crossward.evaluate.report import write_report
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.methods import Task, create
@@ -118,8 +116,12 @@ def simulate(
             batch_size=batch_size,
             progress=progress,
         )
-        held_out = load_held_out(
-            data, classes=cohort.classes, size=size, channels=cohort.channels, seed=seed, progress=progress
+        held_out = (
+            load_held_out(
+                data, classes=cohort.classes, size=size, channels=cohort.channels, seed=seed, progress=progress
+            )
+            if diagnostics
+            else {}
         )
     show_cohort(console, cohort)
     task = Task(
@@ -166,15 +168,5 @@ def run_study(
         )
         # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
         os._exit(INTERRUPTED)
-    write_result(out / "result.json", result)
-    pictures: Pictures = {}
-    if diagnostics:
-        folders = {name: out / "sites" / name for name in cohort.sites}
-        pictures = look_closer(console, cohort, held_out, study, folders, result)
-        write_result(out / "result.json", result)
-    write_report(out / "report.html", result, sample_images(cohort), pictures)
-    show_result(console, result)
-    show_flags(console, result)
-    show_newcomer(console, result)
-    console.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
-    return result
+    folders = {name: out / "sites" / name for name in cohort.sites}
+    return conclude(console, cohort, held_out, study, folders, result, out, closer=diagnostics)

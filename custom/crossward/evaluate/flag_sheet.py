@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from crossward.evaluate.table import Sheet, percent
+from crossward.federation.turns import in_turn
 
 BY_SITE = ("hospital", "scans", "flagged", "AUROC", "accuracy %\nflagged", "accuracy %\nnot flagged", "threshold")
 BY_KIND = ("scans", "kind", "flagged", "least often flagged at", "AUROC")
@@ -86,9 +86,12 @@ def in_words(flags: Mapping[str, Any]) -> list[str]:
 def some_scans(flags: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
     """The most uncertain flagged scans, about as many of every set, hospitals in turn; in the order of the sets."""
     scans, sets = flags["scans"], sets_of(flags)
-    queues = {what: list(_in_turn([scan for scan in scans if scan["set"] == what])) for what in sets}
-    turns = [scan for turn in zip_longest(*queues.values()) for scan in turn if scan is not None]
-    return sorted(turns[:count], key=lambda scan: sets.index(scan["set"]))
+    sites = dict.fromkeys(scan["site"] for scan in scans)
+
+    def queue(what: str) -> list[Mapping[str, Any]]:
+        return in_turn([scan for scan in scans if (scan["set"], scan["site"]) == (what, site)] for site in sites)
+
+    return sorted(in_turn(map(queue, sets))[:count], key=lambda scan: sets.index(scan["set"]))
 
 
 def scan_row(scan: Mapping[str, Any]) -> tuple[str, ...]:
@@ -119,12 +122,6 @@ def opinion(head: Mapping[str, Any] | None, *, between: str = " ") -> str:
 def decimals(value: float | None) -> str:
     """Two of them; `n/a` where there is no number."""
     return "n/a" if value is None else f"{value:.2f}"
-
-
-def _in_turn(scans: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    sites = dict.fromkeys(scan["site"] for scan in scans)
-    for turn in zip_longest(*([scan for scan in scans if scan["site"] == site] for site in sites)):
-        yield from (scan for scan in turn if scan is not None)
 
 
 def _at_sites(flags: Mapping[str, Any], what: str) -> list[Mapping[str, Any]]:

@@ -198,6 +198,14 @@ def thumbnail(image: npt.NDArray[Any], *, alt: str) -> Html:
     )
 
 
+def caution(result: Mapping[str, Any]) -> Html:
+    """What stands above pictures of patients; nothing above phantoms."""
+    if result["data"].get("phantom"):
+        return Html()
+    words = "These are pictures of real patients' scans: do not pass this page on outside the hospital."
+    return tag("p", tag("strong", words))
+
+
 def legend(**entries: str) -> Html:
     """What the marks of a plot mean: `legend(dash="as received")`."""
     drawn = {name: Html(f'<svg viewBox="0 0 30 12" aria-hidden="true">{_MARKS[name]}</svg>') for name in entries}

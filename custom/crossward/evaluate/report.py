@@ -12,7 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from crossward.evaluate.facts import checked
-from crossward.evaluate.plots import STYLE, Html, heat_map, interval_bar, join, legend, rounds_chart, tag, thumbnail
+from crossward.evaluate.plots import (
+    STYLE,
+    Html,
+    caution,
+    heat_map,
+    interval_bar,
+    join,
+    legend,
+    rounds_chart,
+    tag,
+    thumbnail,
+)
 from crossward.evaluate.report_features import feature_pages
 from crossward.evaluate.report_flags import flagged_scans
 from crossward.evaluate.table import AS_RECEIVED, percent, ratio, site_sheet
@@ -259,16 +270,10 @@ def _samples(result: Mapping[str, Any], samples: Mapping[str, npt.NDArray[np.uin
         pictures = [thumbnail(image, alt=f"Sample {i} of {name}, {scanner}") for i, image in enumerate(shown, start=1)]
         caption = tag("figcaption", tag("h3", scanner), tag("span", name, class_="soft"))
         blocks.append(tag("figure", caption, tag("div", *pictures, class_="strip"), class_="sample"))
-    caution = Html()
-    if not result["data"].get("phantom"):
-        caution = tag(
-            "p",
-            tag("strong", "These are pictures of real patients' scans: do not pass this page on outside the hospital."),
-        )
     return join(
         tag("h2", "What the scanners deliver"),
         tag("p", "A few images of every hospital. Differences between the rows are what the method has to cope with."),
-        caution,
+        caution(result),
         *blocks,
     )
 

@@ -18,7 +18,7 @@ from crossward.evaluate.feature_plots import (
     scatter,
     spectrum,
 )
-from crossward.evaluate.plots import Html, join, legend, tag, thumbnail
+from crossward.evaluate.plots import Html, caution, join, legend, tag, thumbnail
 from crossward.evaluate.table import percent, ratio
 
 _CHANCE = 0.5
@@ -36,7 +36,7 @@ def feature_pages(result: Mapping[str, Any], pictures: Mapping[str, npt.NDArray[
     found = result.get("diagnostics") or {}
     return join(
         _average(result["rounds"]),
-        _attention(found.get("gradcam") or [], pictures, phantom=bool(result["data"].get("phantom"))),
+        _attention(result, found.get("gradcam") or [], pictures),
         _noise(found.get("noise") or {}),
         _map(found.get("map") or {}),
         _collapse(found.get("collapse") or {}),
@@ -72,17 +72,11 @@ def _average(rounds: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _attention(
-    entries: Sequence[Mapping[str, Any]], pictures: Mapping[str, npt.NDArray[np.uint8]], *, phantom: bool
+    result: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], pictures: Mapping[str, npt.NDArray[np.uint8]]
 ) -> Html:
     shown = [entry for entry in entries if entry["picture"] in pictures and entry["overlay"] in pictures]
     if not shown:
         return Html()
-    caution = Html()
-    if not phantom:
-        caution = tag(
-            "p",
-            tag("strong", "These are pictures of real patients' scans: do not pass this page on outside the hospital."),
-        )
     return join(
         tag("h2", "Where the model looked"),
         tag(
@@ -91,7 +85,7 @@ def _attention(
             "(Grad-CAM). Orange beside the finding, on a marker or on the border of the film is a reason for doubt, "
             "even where the answer is right. The map is coarse, shows one answer only, and proves nothing by itself.",
         ),
-        caution,
+        caution(result),
         tag("div", *(_scan(entry, pictures) for entry in shown), class_="scans"),
     )
 

@@ -20,7 +20,7 @@ from crossward.evaluate.flag_sheet import (
     newcomer_in_words,
     opinion,
 )
-from crossward.evaluate.plots import Html, join, tag, thumbnail
+from crossward.evaluate.plots import Html, caution, join, tag, thumbnail
 from crossward.evaluate.table import Sheet
 
 _PICTURES = 6  # of a hospital and set
@@ -84,13 +84,7 @@ def _gallery(
         heading = f"{site}, {what}: {len(some)} of {len(of_set)} flagged scans"
         figures = [_figure(scan, pictures[scan["picture"]]) for scan in some]
         blocks.append(join(tag("h3", heading), tag("div", *figures, style=_GRID)))
-    caution = Html()
-    if not result["data"].get("phantom"):
-        caution = tag(
-            "p",
-            tag("strong", "These are pictures of real patients' scans: do not pass this page on outside the hospital."),
-        )
-    return join(caution, tag("p", f"{HEADS_IN_WORDS}.", class_="soft"), *blocks)
+    return join(caution(result), tag("p", f"{HEADS_IN_WORDS}.", class_="soft"), *blocks)
 
 
 def _figure(scan: Mapping[str, Any], picture: npt.NDArray[np.uint8]) -> Html:

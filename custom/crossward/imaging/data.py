@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,13 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def rows(self, where: Sequence[int] | NDArray[np.bool_] | NDArray[np.integer[Any]]) -> Split:
+        """Some of the images, in the order of their numbers in ``where``, or those that it marks."""
+        chosen = np.arange(len(self))[where if isinstance(where, np.ndarray) else list(where)]
+        index = torch.from_numpy(chosen)
+        patients, ids = (tuple(names[row] for row in chosen) for names in (self.patients, self.ids))
+        return Split(self.images[index], self.labels[index], patients, ids)
 
 
 @dataclass(frozen=True)
@@ -340,16 +347,17 @@ def _site_data(
     channels: int,
 ) -> SiteData:
     code = {name: index for index, name in enumerate(classes)}
-    labels = torch.tensor([code[listing.labels[row]] for row in rows], dtype=torch.int64)
+    as_read = Split(
+        images=images,
+        labels=torch.tensor([code[listing.labels[row]] for row in rows], dtype=torch.int64),
+        patients=tuple(listing.patients[row] for row in rows),
+        ids=tuple(listing.ids[row] for row in rows),
+    )
 
     def part(number: int) -> Split:
-        where = np.flatnonzero(listing.parts[rows] == number)
-        return Split(
-            images=normalised(images[torch.from_numpy(where)], channels),
-            labels=labels[torch.from_numpy(where)],
-            patients=tuple(listing.patients[row] for row in rows[where]),
-            ids=tuple(listing.ids[row] for row in rows[where]),
-        )
+        # Normalised only now: colour made of grey would fill the memory three times over.
+        some = as_read.rows(listing.parts[rows] == number)
+        return replace(some, images=normalised(some.images, channels))
 
     return SiteData(
         name=listing.site, classes=classes, train=part(TRAIN), val=part(VAL), test=part(TEST), scanner=scanner

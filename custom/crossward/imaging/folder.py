@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +27,9 @@ COLUMNS = ("file", "patient", "label")
 # Scans to try a trained model on, kept beside the hospitals; never trained on.
 HELD_OUT = "held-out"
 PHANTOM_NOTE = "PHANTOMS.txt"
+# As the phantom writer names its films; a real scan's name, which may say whose it is, hardly ever looks like this.
+_PHANTOM_FILE = re.compile(r"[A-Z][0-9]{4}-[1-9]\.dcm")
+_LEAVE_OUT = "leave the site out with --sites"
 
 
 def hospitals(path: Path) -> dict[str, Path]:
@@ -45,18 +49,35 @@ def has_labels(path: Path) -> bool:
 
 
 def is_phantom(path: Path) -> bool:
-    """Whether the folder, or one or two above it (a single hospital, a held-out set), says its images are made up."""
-    return any((place / PHANTOM_NOTE).is_file() for place in (path, *path.absolute().parents[:2]))
+    """Whether the folder, or the one that this single hospital or held-out set lies in, says its images are made up."""
+    places = [path.resolve()]
+    if (path / LABELS).is_file():
+        above = places[0].parent
+        places.append(above.parent if above.name == HELD_OUT else above)
+    return any((place / PHANTOM_NOTE).is_file() for place in places)
 
 
-def listings(path: Path, *, sites: Sequence[str] | None, seed: int) -> list[Listing]:
-    """Reads and checks every labels.csv, and splits each hospital's patients; no image is opened."""
+def phantom_name(file: str) -> str | None:
+    """The short name of a film that the phantom writer named; None for any other file."""
+    name = PurePosixPath(file)
+    return name.stem if _PHANTOM_FILE.fullmatch(name.name) else None
+
+
+def listings(path: Path, *, sites: Sequence[str] | None, seed: int, leave_out: str = _LEAVE_OUT) -> list[Listing]:
+    """Reads and checks every labels.csv, and splits each hospital's patients; no image is opened.
+
+    Args:
+        path: the folder of hospitals.
+        sites: those to keep; all of them when not given.
+        seed: decides which patients are in which split.
+        leave_out: what to advise, in an error, for doing without a hospital.
+    """
     found = hospitals(path)
-    return [_listing(name, found[name], seed=seed) for name in choose_sites(found, sites)]
+    return [_listing(name, found[name], seed=seed, leave_out=leave_out) for name in choose_sites(found, sites)]
 
 
-def _listing(site: str, hospital: Path, *, seed: int) -> Listing:
-    rows = _read_labels(site, hospital / LABELS)
+def _listing(site: str, hospital: Path, *, seed: int, leave_out: str) -> Listing:
+    rows = _read_labels(site, hospital / LABELS, leave_out=leave_out)
     files: dict[Path, str] = {}
     for line, row in rows:
         file = _find(site, hospital, row["file"], line)
@@ -77,12 +98,10 @@ def _listing(site: str, hospital: Path, *, seed: int) -> Listing:
     )
 
 
-def _read_labels(site: str, path: Path) -> list[tuple[int, dict[str, str]]]:
+def _read_labels(site: str, path: Path, *, leave_out: str) -> list[tuple[int, dict[str, str]]]:
     """The lines of a labels.csv with their numbers, every one complete."""
     if not path.is_file():
-        raise BadInput(
-            f"{site}: has no {LABELS}; add one (columns {', '.join(COLUMNS)}), or leave the site out with --sites"
-        )
+        raise BadInput(f"{site}: has no {LABELS}; add one (columns {', '.join(COLUMNS)}), or {leave_out}")
     try:
         # Spreadsheet programs put a byte order mark in front.
         with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -103,7 +122,7 @@ def _read_labels(site: str, path: Path) -> list[tuple[int, dict[str, str]]]:
         if empty:
             raise BadInput(f"{site}: {LABELS} line {line} has no {', '.join(empty)}; fill it in or delete the line")
     if not rows:
-        raise BadInput(f"{site}: {LABELS} lists no images; add them, or leave the site out with --sites")
+        raise BadInput(f"{site}: {LABELS} lists no images; add them, or {leave_out}")
     return rows
 
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from crossward.federation.errors import BadInput
+from crossward.federation.turns import in_turn
 from crossward.imaging.data import Split
 from crossward.imaging.folder import HELD_OUT, listings
 from crossward.imaging.pictures import normalised
 from crossward.imaging.splits import Listing, Progress
 
 NO_CLASS = -1
+OWN_TEST = "own test"
+"""What a hospital's own test scans are called among the sets that its model reads."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,12 @@ def load_held_out(
     if not folder.is_dir():
         return {}
     try:
+        found = {
+            _in_words(listing.site): listing
+            for listing in listings(folder, sites=None, seed=seed, leave_out=f"take the set out of {HELD_OUT}")
+        }
         sets = {
-            listing.site.replace("-", " "): _named_scans(
+            what: _named_scans(
                 listing,
                 _chosen(listing, seed=seed, at_most=at_most),
                 classes=list(classes),
@@ -83,11 +89,18 @@ def load_held_out(
                 channels=channels,
                 progress=progress,
             )
-            for listing in listings(folder, sites=None, seed=seed)
+            for what, listing in found.items()
         }
     except BadInput as error:
         raise BadInput(f"{HELD_OUT}/{error}") from None
     return dict(sorted(sets.items(), key=lambda entry: NO_CLASS in entry[1].split.labels))
+
+
+def _in_words(folder: str) -> str:
+    name = folder.replace("-", " ")
+    if name == OWN_TEST:
+        raise BadInput(f"{folder}: is what a hospital's own test scans are called; give the set another name")
+    return name
 
 
 def _chosen(listing: Listing, *, seed: int, at_most: int) -> NDArray[np.intp]:
@@ -99,9 +112,8 @@ def _chosen(listing: Listing, *, seed: int, at_most: int) -> NDArray[np.intp]:
     by_kind: defaultdict[str, list[int]] = defaultdict(list)
     for row in sorted(range(len(listing.ids)), key=place):
         by_kind[listing.labels[row]].append(row)
-    turns = zip_longest(*(by_kind[kind] for kind in sorted(by_kind)))
-    rows = [row for turn in turns for row in turn if row is not None]
-    return np.array(sorted(rows[:at_most]), dtype=np.intp)
+    rows = in_turn(by_kind[kind] for kind in sorted(by_kind))[:at_most]
+    return np.array(sorted(rows), dtype=np.intp)
 
 
 def _named_scans(

@@ -34,7 +34,7 @@ REDUCTION = 8
 
 LARGEST_EXPONENT = 10.0
 
-Separation = Literal["decoupler", "model"]
+Separation = Literal["mask", "model"]
 
 
 def gumbel_mask(
@@ -146,7 +146,7 @@ class DecouplingBlock(FeatureBlock):
         stages: after which stages, from 1.
         sigma, tau, lambda1, lambda2: as in Eq. 3, 5 and 9.
         modules: ``"local"`` keeps them at the site; ``"shared"`` averages them with the rest.
-        separation: what the separability of Eq. 5 trains, see ``F2DC``.
+        separation: what may move to lower the cosine of Eq. 5, see ``F2DC``.
         norm: of the convolutions inside.
     """
 
@@ -161,12 +161,12 @@ class DecouplingBlock(FeatureBlock):
         lambda1: float = 0.8,
         lambda2: float = 1.0,
         modules: Literal["local", "shared"] = "local",
-        separation: Separation = "decoupler",
+        separation: Separation = "mask",
         norm: Norm = "batch",
     ) -> None:
         super().__init__()
         self._sigma, self._tau, self._lambda1, self._lambda2 = sigma, tau, lambda1, lambda2
-        self._through_mask_only = separation == "decoupler"
+        self._only_mask_moves = separation == "mask"
         widths = {str(stage - 1): channels[stage - 1] for stage in stages}
         self.decouplers = nn.ModuleDict({stage: Decoupler(width, norm=norm) for stage, width in widths.items()})
         self.correctors = nn.ModuleDict({stage: Corrector(width, norm=norm) for stage, width in widths.items()})
@@ -200,7 +200,7 @@ class DecouplingBlock(FeatureBlock):
         notes[f"robust/{key}"] = robust.mean(dim=(2, 3))
         notes[f"related/{key}"] = related.mean(dim=(2, 3))
         notes[f"corrected/{key}"] = notes[f"related/{key}"] + correction.mean(dim=(2, 3))
-        if self._through_mask_only and torch.is_grad_enabled():
+        if self._only_mask_moves and torch.is_grad_enabled():
             fixed = features.detach()
             held = mask * fixed
             notes[f"apart/{key}"] = torch.stack([held.mean(dim=(2, 3)), (fixed - held).mean(dim=(2, 3))])
@@ -238,8 +238,9 @@ class F2DC(Method):
         stages: after which stages of the backbone they stand, from 1.
         sigma: temperature of the mask (Eq. 3).
         tau: temperature of the separation (Eq. 5).
-        separation: what the separability of Eq. 5 trains: the decoupler through the mask alone, as the text says ("the
-            learning of A_D"), or the whole ``"model"``. At 1 / tau it is by far the steepest term, and in a short run
+        separation: what may move to lower the cosine of Eq. 5. ``"mask"``: the mask alone, with the features inside the
+            cosine held fixed, so that the backbone hears of it only through what the decoupler reads. ``"model"``: the
+            features too, which is Eq. 9 to the letter. At 1 / tau it is by far the steepest term, and in a short run
             the backbone serves it by features that no longer tell classes apart (docs/methods.md).
         lambda1: weight of L_DFD.
         lambda2: weight of L_DFC.
@@ -251,15 +252,13 @@ class F2DC(Method):
 
     name: ClassVar[str] = "f2dc"
     title: ClassVar[str] = "Feature decoupling and calibration"
-    normalisation: ClassVar[str] = (
-        "of the backbone averaged with its statistics; of decoupler and corrector as they are"
-    )
+    normalisation: ClassVar[str] = "the backbone's averaged with its statistics; the modules' own stays with them"
 
     modules: Literal["local", "shared"] = "local"
     stages: tuple[int, ...] = (4,)
     sigma: float = 0.1
     tau: float = 0.06
-    separation: Separation = "decoupler"
+    separation: Separation = "mask"
     lambda1: float = 0.8
     lambda2: float = 1.0
     weights: Literal["domain", "samples"] = "domain"

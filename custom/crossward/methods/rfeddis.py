@@ -27,6 +27,7 @@ from crossward.nets.resnet import Norm, is_normalisation, make_vector_norm
 from crossward.uncertainty.evidence import Opinion, conflict, expected_probabilities, fuse, opinion
 
 Reduction = Literal["sum", "reference"]
+"""How the divergence of L_Dis is put together, see ``disentangling``."""
 
 
 def expected_cross_entropy(alpha: Tensor, labels: Tensor) -> Tensor:
@@ -49,26 +50,25 @@ def kl_to_uniform(alpha: Tensor, labels: Tensor) -> Tensor:
     return (normaliser + ((wrong - 1) * spread).sum(dim=1)).to(alpha.dtype)
 
 
-def disentangling(features_global: Tensor, features_local: Tensor, reduction: Reduction = "sum") -> Tensor:
+def disentangling(
+    features_global: Tensor, features_local: Tensor, reduction: Reduction | Literal["none"] = "sum"
+) -> Tensor:
     """L_Dis = exp(-D) (Eq. 2), D the symmetric KL between the softmaxed features of the two heads (Eq. 3).
 
     Args:
         features_global: [b,d] of the global head.
         features_local: [b,d] of the local head.
         reduction: ``"sum"`` sums D over the features of a sample and takes the mean of exp(-D) over samples;
-            ``"reference"`` divides D by samples x features first, as the released code does, which leaves hardly
-            any gradient.
+            ``"none"`` is the same for each sample, [b]; ``"reference"`` divides D by samples x features first, as the
+            released code does, which leaves hardly any gradient.
     """
-    divergence = _symmetric_kl(features_global, features_local)
+    log_global, log_local = features_global.log_softmax(dim=1), features_local.log_softmax(dim=1)
+    # KL(G|L) + KL(L|G) = sum_d (p_G - p_L) (log p_G - log p_L)
+    divergence = ((log_global.exp() - log_local.exp()) * (log_global - log_local)).sum(dim=1)
     if reduction == "reference":
         return torch.exp(-divergence.sum() / max(1, features_global.numel()))
-    return torch.exp(-divergence).sum() / max(1, len(divergence))
-
-
-def _symmetric_kl(features_global: Tensor, features_local: Tensor) -> Tensor:
-    """KL(G|L) + KL(L|G) = sum_d (p_G - p_L) (log p_G - log p_L), [b]."""
-    log_global, log_local = features_global.log_softmax(dim=1), features_local.log_softmax(dim=1)
-    return ((log_global.exp() - log_local.exp()) * (log_global - log_local)).sum(dim=1)
+    each = torch.exp(-divergence)
+    return each if reduction == "none" else each.sum() / max(1, len(each))
 
 
 def ramp(context: Context) -> float:
@@ -158,11 +158,9 @@ class EvidentialHeads(Head):
             functional.cross_entropy(notes[f"logits/{name}"], batch.labels, reduction="none")
             for name in ("global", "local")
         ]
-        hidden = notes["hidden/global"], notes["hidden/local"]
-        if self._reduction == "sum":
-            apart = torch.exp(-_symmetric_kl(*hidden))
-        else:
-            apart = disentangling(*hidden, reduction="reference")
+        apart = disentangling(
+            notes["hidden/global"], notes["hidden/local"], "none" if self._reduction == "sum" else "reference"
+        )
         return {
             "uncertainty": self._uncertainty * torch.stack(uncertain).sum(dim=0),
             "cross_entropy": self._cross_entropy * torch.stack(plain).sum(dim=0),

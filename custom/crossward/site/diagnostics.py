@@ -52,9 +52,17 @@ class _View:
     trace: Mapping[str, Tensor]
     answer: Prediction
 
+    @classmethod
+    def of(cls, deployed: Deployed, split: Split) -> _View:
+        return cls(deployed, split, *_look(deployed, split))
+
     @property
     def right(self) -> Tensor:
         return self.answer.probabilities.argmax(1) == self.split.labels
+
+    @property
+    def finite(self) -> bool:
+        return all(bool(each.isfinite().all()) for each in (*self.trace.values(), self.answer.probabilities))
 
 
 def diagnose(
@@ -72,22 +80,23 @@ def diagnose(
         What goes into a result as ``diagnostics``, JSON-ready, and the pictures that it names.
     """
     began = time.monotonic()
-    views: dict[str, _View] = {}
+    seen = {
+        name: _View.of(models[name], site.test)
+        for name, site in cohort.sites.items()
+        if name in models and len(site.test)
+    }
+    views = {name: view for name, view in seen.items() if view.finite}
     left_out: dict[str, str] = {}
     for name, site in cohort.sites.items():
         if name not in models:
             left_out[name] = "no deployed model"
         elif not len(site.test):
             left_out[name] = "no test images"
-        else:
-            view = _View(models[name], site.test, _traced(models[name], site.test), models[name].answer(site.test))
-            if all(tensor.isfinite().all() for tensor in (*view.trace.values(), view.answer.probabilities)):
-                views[name] = view
-            else:
-                left_out[name] = "its model gives values that are not finite numbers"
+        elif name not in views:
+            left_out[name] = "its model gives values that are not finite numbers"
     attention, pictures = _attention(views, study.task.classes)
     facts = {
-        "collapse": _collapse(cohort, models, seed),
+        "collapse": _collapse(cohort, models, seen, seed),
         "map": _map(views, study.task.classes, seed),
         "masks": _masks(views),
         "noise": _noise(views, seed),
@@ -97,18 +106,26 @@ def diagnose(
     return {**facts, "seconds": time.monotonic() - began}, pictures
 
 
-def _traced(deployed: Deployed, split: Split) -> dict[str, Tensor]:
-    """Pooled features, logits and all notes with one row per image, in float32 on the CPU."""
+def noised(split: Split, sigma: float = NOISE, *, seed: int) -> Split:
+    """The same images with Gaussian noise of this standard deviation, in normalised units."""
+    noise = torch.randn(split.images.shape, generator=torch.Generator().manual_seed(seed))
+    return replace(split, images=split.images + sigma * noise)
+
+
+def _look(deployed: Deployed, split: Split) -> tuple[dict[str, Tensor], Prediction]:
+    """One pass: pooled features, logits and all notes with one row per image, in float32 on the CPU; and the answer."""
     deployed.model.eval()
     found: dict[str, list[Tensor]] = {}
+    answers = []
     with torch.inference_mode(), deployed.device.autocast():
         for images, _ in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False):
             trace = deployed.model(deployed.device.images(images))
+            answers.append(deployed.model.head.predict(trace))
             rows = {"pooled": trace.pooled, "logits": trace.logits, **trace.notes}
             for name, tensor in rows.items():
                 if tensor.ndim == 2 and len(tensor) == len(images):
                     found.setdefault(name, []).append(tensor.float().cpu())
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts) for name, parts in found.items()}, Prediction.joined(answers)
 
 
 def _part(split: Split, most: int, seed: int) -> npt.NDArray[np.int64]:
@@ -119,27 +136,22 @@ def _part(split: Split, most: int, seed: int) -> npt.NDArray[np.int64]:
     return np.sort(np.random.default_rng(seed).choice(rows, size=most, replace=False))
 
 
-def _subset(split: Split, rows: npt.NDArray[np.int64]) -> Split:
-    where = torch.from_numpy(rows)
-    return replace(
-        split,
-        images=split.images[where],
-        labels=split.labels[where],
-        patients=tuple(split.patients[row] for row in rows),
-        ids=tuple(split.ids[row] for row in rows),
-    )
-
-
-def _collapse(cohort: Cohort, models: Mapping[str, Deployed], seed: int) -> dict[str, Any]:
+def _collapse(cohort: Cohort, models: Mapping[str, Deployed], views: Mapping[str, _View], seed: int) -> dict[str, Any]:
     """Every site's model on all sites' test images: F2DC, Fig. 1."""
-    tests = [site.test for site in cohort.sites.values() if len(site.test)]
+    tests = {name: site.test for name, site in cohort.sites.items() if len(site.test)}
     most = LARGEST_COVARIANCE // max(1, len(tests))
-    parts = [_subset(test, _part(test, most, derive(seed, "collapse", k))) for k, test in enumerate(tests)]
+    chosen = {name: _part(test, most, derive(seed, "collapse", k)) for k, (name, test) in enumerate(tests.items())}
+
+    def pooled(model: str, place: str) -> Tensor:
+        if model == place:
+            return views[place].trace["pooled"][chosen[place]]
+        return _look(models[model], tests[place].rows(chosen[place]))[0]["pooled"]
+
     sites = {}
     for name in (name for name in cohort.sites if name in models):
-        features = [_traced(models[name], part)["pooled"].numpy() for part in parts]
+        features = [pooled(name, place).numpy() for place in tests]
         sites[name] = collapse_facts(np.concatenate(features) if features else np.zeros((0, 0)))
-    return {"images": sum(map(len, parts)), "sites": sites}
+    return {"images": sum(map(len, chosen.values())), "sites": sites}
 
 
 def _map(views: Mapping[str, _View], classes: Sequence[str], seed: int) -> dict[str, Any]:
@@ -216,10 +228,8 @@ def _noise(views: Mapping[str, _View], seed: int) -> dict[str, Any]:
     """Uncertainty of each site's model on its own test images, clean and with noise: RFedDis, Fig. 3."""
     sites = {}
     for name, view in views.items():
-        generator = torch.Generator().manual_seed(derive(seed, "noise", name))
-        images = view.split.images + NOISE * torch.randn(view.split.images.shape, generator=generator)
-        noised = view.deployed.answer(replace(view.split, images=images))
-        sites[name] = uncertainty_facts(view.answer.uncertainty.numpy(), noised.uncertainty.numpy(), view.right.numpy())
+        odd = view.deployed.answer(noised(view.split, seed=derive(seed, "noise", name)))
+        sites[name] = uncertainty_facts(view.answer.uncertainty.numpy(), odd.uncertainty.numpy(), view.right.numpy())
     return {"sigma": NOISE, "bins": BINS, "sites": sites}
 
 

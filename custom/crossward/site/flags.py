@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -20,15 +18,16 @@ import numpy.typing as npt
 import torch
 
 from crossward.evaluate.metrics import rank_auc
+from crossward.federation.turns import in_turn
 from crossward.imaging.data import Cohort
-from crossward.imaging.held_out import NO_CLASS, NamedScans
+from crossward.imaging.folder import phantom_name
+from crossward.imaging.held_out import NO_CLASS, OWN_TEST, NamedScans
 from crossward.imaging.pictures import pictures_of
 from crossward.methods.base import Prediction
 from crossward.site.deployed import Deployed
 from crossward.uncertainty.evidence import Opinion
 from crossward.uncertainty.flags import USUAL_PERCENTILE, Threshold, threshold_of
 
-OWN_TEST = "own test"
 _PICTURES = 6  # of a site and set
 _HEADS = ("global", "local")
 
@@ -114,16 +113,17 @@ def _at_site(
     pictures: Pictures = {}
     for what, each in sets.items():
         flagged = sorted((v for v in verdicts[what] if v.reason), key=lambda v: -v.suspicion)
-        shown = {v.row: f"flag/{model.site}/{what}/{v.row + 1}" for v in _kinds_in_turn(flagged)[:_PICTURES]}
+        shown = {
+            v.row: f"flag/{model.site}/{what}/{v.row + 1}" for v in in_turn(_by_kind(flagged).values())[:_PICTURES]
+        }
         pictures |= dict(zip(shown.values(), pictures_of(each.split.images[list(shown)]), strict=True))
-        # Ids of real scans may say whose they are; a running number does not.
-        ids = [PurePosixPath(scan).stem for scan in each.split.ids] if cohort.phantom else None
         scans += [
             {
                 "site": model.site,
                 "set": what,
                 "number": v.row + 1,
-                "id": ids[v.row] if ids else None,
+                # Ids of real scans may say whose they are; a running number does not.
+                "id": phantom_name(each.split.ids[v.row]) if cohort.phantom else None,
                 **_scan(v, threshold),
                 "picture": shown.get(v.row),
             }
@@ -225,12 +225,6 @@ def _by_kind(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
     for verdict in verdicts:
         kinds[verdict.kind].append(verdict)
     return kinds
-
-
-def _kinds_in_turn(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Reorder so that every kind has its turn; the order within a kind stays."""
-    turns = zip_longest(*_by_kind(verdicts).values())
-    return [verdict for turn in turns for verdict in turn if verdict is not None]
 
 
 def _number(value: float) -> float | None:

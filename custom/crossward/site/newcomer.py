@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from crossward.evaluate.metrics import wilson_interval
 from crossward.federation.contract import Tensors
 from crossward.federation.errors import BadInput
@@ -14,6 +12,7 @@ from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.federation.seeds import derive
 from crossward.imaging.data import Split
 from crossward.imaging.held_out import NO_CLASS, NamedScans
+from crossward.imaging.splits import TEST, TRAIN, split_patients
 from crossward.site.deployed import Deployed
 from crossward.site.devices import Device
 from crossward.site.study import Study
@@ -62,14 +61,16 @@ def try_newcomer(
     models that the sites deployed.
 
     Returns:
-        For ``result["newcomer"]``; None where no set has classes for labels, or the method shares no model.
+        For ``result["newcomer"]``; None where no set has classes for labels, or too few scans, or the method shares no
+        model.
     """
     known = {what: scans for what, scans in held_out.items() if bool((scans.split.labels != NO_CLASS).all())}
     if not known or not models or not names_in(layout_of(study.model()), Scope.SHARED):
         return None
     what, scans = next(iter(known.items()))
-    fitting, test = _every_other(scans.split)
-    if not len(test):
+    fitting, test = halves(scans.split, seed=study.training.seed)
+    # A single image has no statistics: the newcomer would answer with those of a partner.
+    if len(fitting) < 2 or not len(test):
         return None
     shared = next(iter(models.values())).model.state_dict()
     new = newcomer(study, shared, fitting, site=what)
@@ -84,14 +85,7 @@ def try_newcomer(
     }
 
 
-def _every_other(split: Split) -> tuple[Split, Split]:
-    """Halves of a split by patients in turn: no patient is in both."""
-    first = set(list(dict.fromkeys(split.patients))[::2])
-    rows = {half: [row for row, who in enumerate(split.patients) if (who in first) is half] for half in (True, False)}
-    return _some(split, rows[True]), _some(split, rows[False])
-
-
-def _some(split: Split, rows: list[int]) -> Split:
-    where = torch.tensor(rows, dtype=torch.int64)
-    patients, ids = (tuple(names[row] for row in rows) for names in (split.patients, split.ids))
-    return Split(split.images[where], split.labels[where], patients, ids)
+def halves(split: Split, *, seed: int) -> tuple[Split, Split]:
+    """Half of the patients of every class, and the other half: no patient is in both."""
+    parts = split_patients(split.patients, split.labels.tolist(), seed=seed, fractions=(0.5, 0.0, 0.5))
+    return split.rows(parts == TRAIN), split.rows(parts == TEST)

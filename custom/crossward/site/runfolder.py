@@ -83,16 +83,27 @@ def check_free(folder: Path, *, resume: bool) -> None:
 
 def claim(folder: Path, study: Study, cohort: Cohort, *, resume: bool) -> None:
     """Write down what is run here, or check that it is what was run here before."""
-    description = {"options": study.options(), "sites": {name: _fingerprint(cohort, name) for name in cohort.sites}}
     check_free(folder, resume=resume)
-    path = folder / DESCRIPTION
-    if not resume:
-        write_json(path, description)
-        return
-    difference = next(differences(read_json(path), description), None)
-    if difference is not None:
-        name, old, new = difference
-        raise BadInput(f"{folder} was run with {name} = {old} and not {new}; resume with the same options and data")
+    if resume:
+        check_same(folder, study, cohort)
+    else:
+        write_json(folder / DESCRIPTION, _description(study, cohort))
+
+
+def check_same(folder: Path, study: Study, cohort: Cohort) -> None:
+    """Refuse a run of another study, or on other images.
+
+    Raises:
+        BadInput: with the first option that differs.
+    """
+    for name, old, new in _differences(read_json(folder / DESCRIPTION), _description(study, cohort), ""):
+        raise BadInput(
+            f"{folder} was run with {name} = {old} and not {new}; use the same options and data, or another --out"
+        )
+
+
+def _description(study: Study, cohort: Cohort) -> dict[str, Any]:
+    return {"options": study.options(), "sites": {name: _fingerprint(cohort, name) for name in cohort.sites}}
 
 
 def _fingerprint(cohort: Cohort, site: str) -> dict[str, Any]:
@@ -105,10 +116,9 @@ def _fingerprint(cohort: Cohort, site: str) -> dict[str, Any]:
     }
 
 
-def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two nested descriptions differ: dotted name, old value, new value."""
+def _differences(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**now, **before}:
-            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield name, before, now
