@@ -48,9 +48,14 @@ def test_a_local_tensor_is_never_in_what_a_method_sends() -> None:
     header, _, *rows = TABLES["tensors"]().splitlines()
     methods = [cell.strip() for cell in header.strip("|").split("|")][2:]
     assert methods == list(available())
-    scopes = [dict(zip(methods, [cell.strip() for cell in row.strip("|").split("|")][2:], strict=True)) for row in rows]
-    assert all(scope["local"] == "local" for scope in scopes)
-    assert {scope["fedbn"] for scope in scopes} == {"shared", "local"}
+    cells = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows]
+    scopes = {name: dict(zip(methods, own, strict=True)) for name, _, *own in cells}
+    # A dash stands for a tensor that the method does not have.
+    assert {scope["local"] for scope in scopes.values()} == {"local", "-"}
+    assert {scope["fedbn"] for scope in scopes.values()} == {"shared", "local", "-"}
+    for method, part in (("f2dc", "block."), ("rfeddis", "head.local.")):
+        kept = {scope[method] for name, scope in scopes.items() if name.startswith(part)}
+        assert kept == {"local"}, method
 
 
 def test_a_changed_table_is_found_and_written_anew() -> None:
