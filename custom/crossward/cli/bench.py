@@ -26,6 +26,7 @@ from crossward.cli.study_options import check_choices, check_folder, parse_names
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import load
 from crossward.methods import Task
+from crossward.site.diagnostics import NOISE
 from crossward.site.trainer import Training
 
 app = typer.Typer(help="Measure speed, memory and methods, as ratios in one run.", no_args_is_help=True)
@@ -232,7 +233,7 @@ def uncertainty(
     data: Annotated[Path | None, typer.Option(help="The runs' data; where they were read from if not given.")] = None,
     sites: Sites = None,
     ood: Annotated[list[Path] | None, typer.Option(help="An .npz file with images x that are none of ours.")] = None,
-    noise: Noise = 1.5,
+    noise: Noise = NOISE,
     as_json: AsJson = False,
     markdown: AsMarkdown = False,
 ) -> None:
@@ -260,7 +261,7 @@ def uncertainty_trace(
     classes: Classes = None,
     sites: Sites = None,
     seed: Annotated[int, typer.Option(help="Decides splits, start, order and noise.")] = 0,
-    noise: Noise = 1.5,
+    noise: Noise = NOISE,
     jobs: Jobs = None,
     as_json: AsJson = False,
     markdown: AsMarkdown = False,
