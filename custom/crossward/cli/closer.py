@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,34 @@ Pictures = Mapping[str, npt.NDArray[np.uint8]]
 Addition = Callable[[], tuple[dict[str, Any] | None, Pictures]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that has come to its end.
+
+    Attributes:
+        cohort: all sites' images.
+        held_out: sets of scans that belong to no site.
+        study: what was run.
+        folders: of the run at every site.
+        out: folder for result.json and report.html.
+    """
+
+    cohort: Cohort
+    held_out: Mapping[str, NamedScans]
+    study: Study
+    folders: Mapping[str, Path]
+    out: Path
+
+    def write(self, result: Mapping[str, Any], pictures: Pictures) -> None:
+        """Write result and report."""
+        write_result(self.out / "result.json", result)
+        write_report(self.out / "report.html", result, sample_images(self.cohort), pictures)
+
+
 def conclude(
     screen: Console,
-    cohort: Cohort,
-    held_out: Mapping[str, NamedScans],
-    study: Study,
-    folders: Mapping[str, Path],
+    run: Finished,
     result: dict[str, Any],
-    out: Path,
     *,
     closer: bool = True,
     lap: Callable[[str], object] = lambda name: None,
@@ -45,51 +66,36 @@ def conclude(
 
     Args:
         screen: to show things on.
-        cohort: all sites' images.
-        held_out: sets of scans that belong to no site.
-        study: what was run.
-        folders: of the run at every site.
-        result: of the run.
-        out: folder for result.json and report.html.
+        run: that has ended.
+        result: of it.
         closer: whether to look closer.
         lap: called with the name of every addition when it is done.
     """
-    samples = sample_images(cohort)
-    _write(out, result, samples, {})
+    run.write(result, {})
     show_result(screen, result)
     show_comparison(screen, result)
     if closer:
-        longer, pictures = _longer(screen, cohort, held_out, study, folders, result, lap=lap)
+        longer, pictures = _longer(screen, run, result, lap=lap)
         try:
-            _write(out, longer, samples, pictures)
+            run.write(longer, pictures)
             show_flags(screen, longer)
             show_newcomer(screen, longer)
             result = longer
         except Exception as error:
-            _write(out, _warned(screen, result, "the closer look", error), samples, {})
-    screen.print(f"Result: {out / 'result.json'}\nReport: {out / 'report.html'}", soft_wrap=True, highlight=False)
+            result = _warned(screen, result, "the closer look", error)
+            run.write(result, {})
+    files = f"Result: {run.out / 'result.json'}\nReport: {run.out / 'report.html'}"
+    screen.print(files, soft_wrap=True, highlight=False)
     return result
 
 
-def _write(out: Path, result: Mapping[str, Any], samples: Pictures, pictures: Pictures) -> None:
-    write_result(out / "result.json", result)
-    write_report(out / "report.html", result, samples, pictures)
-
-
 def _longer(
-    screen: Console,
-    cohort: Cohort,
-    held_out: Mapping[str, NamedScans],
-    study: Study,
-    folders: Mapping[str, Path],
-    result: Mapping[str, Any],
-    *,
-    lap: Callable[[str], object],
+    screen: Console, run: Finished, result: Mapping[str, Any], *, lap: Callable[[str], object]
 ) -> tuple[dict[str, Any], Pictures]:
     """A result with flags, a newcomer and diagnostics, and their pictures; one that fails becomes a warning."""
     longer = dict(result)
     pictures: dict[str, npt.NDArray[np.uint8]] = {}
-    for name, work_out in _additions(cohort, held_out, study, folders):
+    for name, work_out in _additions(run):
         try:
             facts, shown = work_out()
             if facts is not None:
@@ -101,14 +107,12 @@ def _longer(
     return longer, pictures
 
 
-def _additions(
-    cohort: Cohort, held_out: Mapping[str, NamedScans], study: Study, folders: Mapping[str, Path]
-) -> Iterator[tuple[str, Addition]]:
+def _additions(run: Finished) -> Iterator[tuple[str, Addition]]:
     # Read with the first addition, so that a damaged vault costs a warning too.
-    models = cache(lambda: deployed_models(study, folders))
-    yield "flags", lambda: find_flags(cohort, models(), held_out)
-    yield "newcomer", lambda: (try_newcomer(study, models(), held_out), {})
-    yield "diagnostics", lambda: diagnose(cohort, study, models(), seed=study.training.seed)
+    models = cache(lambda: deployed_models(run.study, run.folders))
+    yield "flags", lambda: find_flags(run.cohort, models(), run.held_out)
+    yield "newcomer", lambda: (try_newcomer(run.study, models(), run.held_out), {})
+    yield "diagnostics", lambda: diagnose(run.cohort, run.study, models(), seed=run.study.training.seed)
 
 
 def _warned(screen: Console, result: Mapping[str, Any], name: str, error: Exception) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console as Screen
 
 from crossward.cli import poc_systems
-from crossward.cli.closer import conclude
+from crossward.cli.closer import Finished, conclude
 from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
 from crossward.cli.show import show_cohort
@@ -206,5 +206,6 @@ def finish(
         result["alone"] = alone(cohort, study, out / "alone")
         clock.lap("comparison")
     result["laps"] = clock.laps
-    conclude(screen, cohort, held_out, study, folders, result, out, lap=clock.lap)
+    run = Finished(cohort=cohort, held_out=held_out, study=study, folders=folders, out=out)
+    conclude(screen, run, result, lap=clock.lap)
     screen.print(f"Time: {clock}")

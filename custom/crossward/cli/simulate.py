@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from crossward.cli.closer import conclude
+from crossward.cli.closer import Finished, conclude
 from crossward.cli.progress import RoundDisplay, counting
 from crossward.cli.show import show_cohort
 from crossward.cli.study_options import (
@@ -169,4 +169,5 @@ def run_study(
         # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
         os._exit(INTERRUPTED)
     folders = {name: out / "sites" / name for name in cohort.sites}
-    return conclude(console, cohort, held_out, study, folders, result, out, closer=diagnostics)
+    run = Finished(cohort=cohort, held_out=held_out, study=study, folders=folders, out=out)
+    return conclude(console, run, result, closer=diagnostics)
