@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -359,3 +360,23 @@ def assert_identical(one: State, other: State) -> None:
     assert one.round_number == other.round_number
     for key, value in left.items():
         assert value.tobytes() == right[key].tobytes(), key
+
+
+def federated(
+    algebra: Algebra, start: State, sizes: Mapping[str, float], folder: Path, *, reporting: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """The server's tensors after a round of the real algebra, and the models that the reporting sites had trained."""
+    rng = np.random.default_rng(0)
+    trained = {
+        site: {
+            name: tensor + torch.from_numpy(rng.normal(size=tuple(tensor.shape)).astype(np.float32))
+            for name, tensor in start.tensors.items()
+        }
+        for site in reporting
+    }
+    coordinator = Coordinator(folder, algebra, start, sites=list(sizes), rounds=2, seed=0, quorum=1)
+    reports = []
+    for site, tensors in trained.items():
+        update = {name: tensor - start.tensors[name] for name, tensor in tensors.items()}
+        reports.append(report_of(algebra, start, site, update, samples=sizes[site]))
+    return run_round(coordinator, reports).tensors, trained

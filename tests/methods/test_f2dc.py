@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import log_expit, log_softmax, softmax
-from tests.standins import report_of, run_round
+from tests.standins import federated
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of
 from crossward.methods import Method, Task, create
@@ -491,32 +490,13 @@ def test_weights_are_the_printed_ones_sum_to_one_and_follow_their_sites(
 SIZES = {"large": 700.0, "small": 11.0, "middle": 93.0}
 
 
-def federated(
+def after_a_round(
     method: Method, folder: Path, sites: Sequence[str] = tuple(SIZES)
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """The server's tensors after a round of the real algebra, and the models that the sites had trained."""
     model = method.build(TASK, block="none")
     algebra, start = method.algebra(TASK, model), method.start(TASK, model)
-    rng = np.random.default_rng(0)
-    trained = {
-        site: {
-            name: tensor + torch.from_numpy(rng.normal(size=tuple(tensor.shape)).astype(np.float32))
-            for name, tensor in start.tensors.items()
-        }
-        for site in sites
-    }
-    coordinator = Coordinator(folder, algebra, start, sites=list(SIZES), rounds=2, seed=0, quorum=1)
-    reports = [
-        report_of(
-            algebra,
-            start,
-            site,
-            {name: tensor - start.tensors[name] for name, tensor in tensors.items()},
-            samples=SIZES[site],
-        )
-        for site, tensors in trained.items()
-    ]
-    return run_round(coordinator, reports).tensors, trained
+    return federated(algebra, start, SIZES, folder, reporting=sites)
 
 
 @pytest.mark.parametrize("sites", [("large", "small", "middle"), ("small", "middle"), ("middle",)])
@@ -526,7 +506,7 @@ def federated(
 def test_the_model_is_the_sum_of_the_weighted_models_of_those_who_took_part(
     sites: tuple[str, ...], options: dict[str, Any], domains: int | None, tmp_path: Path
 ) -> None:
-    result, trained = federated(F2DC(**options), tmp_path, sites)
+    result, trained = after_a_round(F2DC(**options), tmp_path, sites)
     shares = {name: options[name] for name in ("alpha", "beta") if name in options}
     weights = printed_weights([SIZES[site] for site in sites], domains or len(sites), 3, **shares)
     assert any(name.endswith("running_var") for name in result)
@@ -539,9 +519,9 @@ def test_the_model_is_the_sum_of_the_weighted_models_of_those_who_took_part(
 
 
 def test_weighed_by_samples_it_combines_as_fedavg_does(tmp_path: Path) -> None:
-    own, _ = federated(F2DC(weights="samples"), tmp_path / "own")
-    plain, _ = federated(FedAvg(), tmp_path / "plain")
-    even, _ = federated(F2DC(), tmp_path / "even")
+    own, _ = after_a_round(F2DC(weights="samples"), tmp_path / "own")
+    plain, _ = after_a_round(FedAvg(), tmp_path / "plain")
+    even, _ = after_a_round(F2DC(), tmp_path / "even")
     assert own.keys() == plain.keys()
     assert all(torch.equal(own[name], plain[name]) for name in plain)
     assert not torch.equal(even["head.linear.bias"], plain["head.linear.bias"])

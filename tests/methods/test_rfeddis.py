@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.integrate import quad
 from scipy.special import digamma, gammaln, log_softmax, softmax
-from tests.standins import report_of, run_round
+from tests.standins import federated
 from torch import Tensor, nn
 from torch.distributions import Dirichlet, kl_divergence
 
-from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of
 from crossward.methods import Method, Task, create
@@ -370,35 +369,16 @@ def test_encoder_and_global_head_are_shared_and_all_else_stays(norm: Norm, depth
 SIZES = {"large": 700.0, "small": 11.0, "middle": 93.0}
 
 
-def federated(method: Method, folder: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def after_a_round(method: Method, folder: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """The server's tensors after a round of the real algebra, and the models that the sites had trained."""
     model = method.build(TASK)
     algebra, start = method.algebra(TASK, model), method.start(TASK, model)
-    rng = np.random.default_rng(0)
-    trained = {
-        site: {
-            name: tensor + torch.from_numpy(rng.normal(size=tuple(tensor.shape)).astype(np.float32))
-            for name, tensor in start.tensors.items()
-        }
-        for site in SIZES
-    }
-    coordinator = Coordinator(folder, algebra, start, sites=list(SIZES), rounds=4, seed=0)
-    reports = [
-        report_of(
-            algebra,
-            start,
-            site,
-            {name: tensor - start.tensors[name] for name, tensor in tensors.items()},
-            samples=SIZES[site],
-        )
-        for site, tensors in trained.items()
-    ]
-    return run_round(coordinator, reports).tensors, trained
+    return federated(algebra, start, SIZES, folder, reporting=list(SIZES))
 
 
 @pytest.mark.parametrize(("weights", "shares"), [("equal", [1, 1, 1]), ("samples", [700, 11, 93])])
 def test_sites_count_once_or_by_their_samples(weights: Any, shares: list[int], tmp_path: Path) -> None:
-    result, trained = federated(RFedDis(weights=weights), tmp_path)
+    result, trained = after_a_round(RFedDis(weights=weights), tmp_path)
     assert "head.shared.logits.weight" in result
     for name, tensor in result.items():
         stack = np.stack([tensors[name].double().numpy() for tensors in trained.values()])

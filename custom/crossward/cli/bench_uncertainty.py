@@ -40,7 +40,7 @@ Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Finished:
+class StoredRun:
     """A finished run in one process."""
 
     folder: Path
@@ -49,7 +49,7 @@ class Finished:
     data: Path
 
     @classmethod
-    def read(cls, folder: Path) -> Finished:
+    def read(cls, folder: Path) -> StoredRun:
         """Read what was run and how it ended.
 
         Raises:
@@ -92,7 +92,7 @@ def measure(
     Returns:
         ``method``, and ``runs``: for each its folder, seed, and figures by site and kind of odd images.
     """
-    runs = [Finished.read(folder) for folder in folders]
+    runs = [StoredRun.read(folder) for folder in folders]
     for run in runs[1:]:
         if _but_seed(run.study) != _but_seed(runs[0].study):
             raise BadInput(f"{run.folder} and {runs[0].folder} differ in more than the seed; give runs of one study")
