@@ -33,7 +33,7 @@ from crossward.methods.f2dc import (
     site_weight,
 )
 from crossward.methods.fedavg import FedAvg
-from crossward.nets.resnet import Norm, is_normalisation
+from crossward.nets.layers import Norm, is_normalisation
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 TASK = Task(classes=("a", "b", "c"), channels=1, size=16, rounds=2, width=0.0625)

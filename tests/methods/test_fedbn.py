@@ -7,7 +7,8 @@ from crossward.federation.scopes import Scope, layout_of
 from crossward.methods import Task
 from crossward.methods.fedavg import FedAvg
 from crossward.methods.fedbn import FedBN
-from crossward.nets.resnet import BasicBlock, Norm
+from crossward.nets.layers import Norm
+from crossward.nets.resnet import BasicBlock
 
 NORM_LAYERS = {10: 1 + 4 * 2 + 3, 18: 1 + 8 * 2 + 3}
 

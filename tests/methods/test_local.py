@@ -11,7 +11,7 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.federation.scopes import Scope, layout_of
 from crossward.methods import Task
 from crossward.methods.local import Local
-from crossward.nets.resnet import Norm
+from crossward.nets.layers import Norm
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])

@@ -21,7 +21,7 @@ from crossward.methods.base import Batch, Context, Model
 from crossward.methods.f2dc import F2DC, DecouplingBlock, hardest_wrong_label
 from crossward.methods.fedavg import FedAvg
 from crossward.methods.rfeddis import EvidentialHeads
-from crossward.nets.resnet import Norm
+from crossward.nets.layers import Norm
 from crossward.site.inprocess import simulate
 from crossward.site.participant import Plugs
 from crossward.uncertainty.evidence import expected_probabilities

@@ -31,7 +31,7 @@ from crossward.methods.rfeddis import (
     kl_to_uniform,
     ramp,
 )
-from crossward.nets.resnet import Norm
+from crossward.nets.layers import Norm
 from crossward.uncertainty.evidence import conflict, expected_probabilities, fuse, opinion
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossward.nets import ResNet, is_normalisation
-from crossward.nets.resnet import BasicBlock, MapNorm, Norm, VectorNorm, make_norm, make_vector_norm
+from crossward.nets.layers import MapNorm, Norm, VectorNorm, make_norm, make_vector_norm, plain_layers
+from crossward.nets.resnet import BasicBlock
 
 NORMS: list[Norm] = ["batch", "group"]
 TINY = 0.0625
@@ -143,14 +144,14 @@ def test_the_number_of_groups_is_the_stated_one() -> None:
 
 
 def test_the_shortcut_is_there_only_where_shapes_differ() -> None:
-    assert isinstance(BasicBlock(4, 4, stride=1, norm="batch").shortcut, nn.Identity)
-    for block in (BasicBlock(4, 8, stride=1, norm="batch"), BasicBlock(4, 4, stride=2, norm="batch")):
+    assert isinstance(BasicBlock(4, 4, stride=1, layer=plain_layers("batch")).shortcut, nn.Identity)
+    for block in (BasicBlock(4, 8, stride=1, layer=plain_layers("batch")), BasicBlock(4, 4, stride=2, layer=plain_layers("batch"))):
         assert isinstance(block.shortcut, nn.Sequential)
 
 
 def test_a_block_by_hand() -> None:
     # Identity kernels and an untrained normalisation in evaluation: relu(relu(x) + x) / (1 + eps) once per layer.
-    block = BasicBlock(1, 1, stride=1, norm="batch").eval()
+    block = BasicBlock(1, 1, stride=1, layer=plain_layers("batch")).eval()
     kernel = torch.zeros(1, 1, 3, 3)
     kernel[0, 0, 1, 1] = 1.0
     with torch.no_grad():

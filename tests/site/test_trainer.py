@@ -19,7 +19,7 @@ from crossward.imaging.data import Split
 from crossward.methods.base import Batch, Context, Model, Trace
 from crossward.methods.fedavg import FedAvg
 from crossward.methods.registry import create
-from crossward.nets.resnet import Norm
+from crossward.nets.layers import Norm
 from crossward.site.trainer import CORRECT, LOSS, SEEN, Training, correct_count, predict, train_round
 
 ROUNDS = 4

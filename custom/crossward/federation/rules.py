@@ -63,6 +63,16 @@ class SampleMean(Rule):
         return {ALL: float(tally[SAMPLES].item())}
 
 
+class EqualMean(Rule):
+    """The plain mean: every site counts once, however many samples it has."""
+
+    def coefficients(
+        self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
+    ) -> Mapping[str, float | Vector]:
+        del name, tally, plan, cohort, me
+        return {ALL: 1.0}
+
+
 def divide(summed: Summed) -> Tensor:
     """Divide a sum by its coefficients; where nobody contributed, the quotient is zero."""
     if isinstance(summed.coefficient, float):

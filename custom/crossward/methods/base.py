@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,12 @@ from crossward.federation.errors import BadInput
 from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, layout_of, mark
 from crossward.federation.seeds import derive
-from crossward.nets.resnet import Norm, ResNet
+from crossward.nets import AlexNet, Backbone, ResNet
+from crossward.nets.alexnet import SMALLEST_IMAGE
+from crossward.nets.layers import LayerFactory, Norm
 from crossward.uncertainty.evidence import Opinion
+
+Net = Literal["resnet", "alexnet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,9 @@ class Task:
         size: side of the square images, in pixels.
         rounds: planned rounds; schedules and ramps depend on it, so it does not change on resuming.
         seed: common start of all sites.
-        depth, width, norm: the backbone, see ``crossward.nets.ResNet``.
+        net: the backbone, ``crossward.nets.ResNet`` or ``AlexNet``.
+        depth: of the ResNet; AlexNet has one.
+        width, norm: of either.
     """
 
     classes: tuple[str, ...]
@@ -39,6 +45,7 @@ class Task:
     size: int
     rounds: int
     seed: int = 0
+    net: Net = "resnet"
     depth: int = 10
     width: float = 0.25
     norm: Norm = "batch"
@@ -46,6 +53,16 @@ class Task:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise BadInput(f"{self.rounds} rounds are not at least 1")
+        if self.net == "alexnet" and self.size < SMALLEST_IMAGE:
+            raise BadInput(
+                f"AlexNet needs images of {SMALLEST_IMAGE} px or more, not {self.size}; use --size 64 or more"
+            )
+
+    def backbone(self, layer: LayerFactory | None = None) -> Backbone:
+        """Make the backbone, with other layers than the usual ones where a method has its own; not yet marked."""
+        if self.net == "alexnet":
+            return AlexNet(width=self.width, norm=self.norm, channels=self.channels, layer=layer)
+        return ResNet(depth=self.depth, width=self.width, norm=self.norm, channels=self.channels, layer=layer)
 
 
 @dataclass(frozen=True)
@@ -204,7 +221,7 @@ class SoftmaxHead(Head):
 class Model(nn.Module):
     """A backbone with a feature block and a head plugged in."""
 
-    def __init__(self, backbone: ResNet, block: FeatureBlock, head: Head) -> None:
+    def __init__(self, backbone: Backbone, block: FeatureBlock, head: Head) -> None:
         super().__init__()
         self.backbone = backbone
         self.block = block
@@ -215,7 +232,7 @@ class Model(nn.Module):
         features = self.backbone.stem(images)
         for index, stage in enumerate(self.backbone.stages):
             features = self.block(index, stage(features), notes, generator)
-        pooled = features.mean(dim=(2, 3))
+        pooled = self.backbone.pool(features)
         return Trace(pooled, self.head(pooled, notes), notes)
 
     def forget_local(self) -> None:
@@ -229,7 +246,7 @@ class Model(nn.Module):
         return self.block.coupled | self.head.coupled
 
 
-BlockFactory = Callable[[Task, ResNet], FeatureBlock]
+BlockFactory = Callable[[Task, Backbone], FeatureBlock]
 HeadFactory = Callable[[Task, int], Head]
 
 BLOCKS: dict[str, BlockFactory] = {"none": lambda task, backbone: FeatureBlock()}
@@ -252,7 +269,10 @@ class Method:
     coupled: ClassVar[frozenset[str]] = frozenset()
     """The method's own loss terms whose value depends on the whole batch; a block or head declares its own."""
 
-    def block(self, task: Task, backbone: ResNet) -> FeatureBlock:
+    clip: ClassVar[float] = 0.0
+    """Largest norm of a step's gradient where the study does not say; none if 0."""
+
+    def block(self, task: Task, backbone: Backbone) -> FeatureBlock:
         """The feature block of this method, where the study does not say."""
         del task, backbone
         return FeatureBlock()
@@ -282,7 +302,7 @@ class Method:
 
     def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
         """Put the parts together, each with its scopes; random numbers drawn here are the same at every site."""
-        backbone = ResNet(depth=task.depth, width=task.width, norm=task.norm, channels=task.channels)
+        backbone = task.backbone()
         mark(backbone, parameters=Scope.SHARED, buffers=Scope.BUFFER)
         return Model(backbone, block(task, backbone), head(task, backbone.out_channels))
 
@@ -294,14 +314,14 @@ class Method:
         del task, model
         return {Scope.SHARED: SampleMean(), Scope.BUFFER: SampleMean()}
 
-    def extras(self, task: Task) -> Mapping[str, Extra]:
+    def extras(self, task: Task, model: Model) -> Mapping[str, Extra]:
         """Tensors that sites report beside the model."""
-        del task
+        del task, model
         return {}
 
     def algebra(self, task: Task, model: Model) -> Algebra:
         """Bind the model's layout to this method's rules."""
-        return Algebra(layout_of(model), self.rules(task, model), self.extras(task))
+        return Algebra(layout_of(model), self.rules(task, model), self.extras(task, model))
 
     def start(self, task: Task, model: Model) -> State:
         """The common start, as the server holds it: round 0."""
@@ -326,3 +346,23 @@ class Method:
     def predict(self, model: Model, images: Tensor) -> Prediction:
         """Answer for a batch of images."""
         return model.head.predict(model(images))
+
+    def welcome(self, model: Model, received: Tensors) -> None:
+        """Make a model that holds what was shared answer at a hospital that did not train.
+
+        Args:
+            model: with every tensor that leaves a site installed, personal ones as the mean over the sites.
+            received: what the federation sends, extras included.
+        """
+        del received
+        model.forget_local()
+
+    def adaptable(self, model: Model) -> Sequence[str]:
+        """The parameters that such a hospital fits to its images without labels; none unless the method has a way."""
+        del model
+        return ()
+
+    def adaptation(self, model: Model, trace: Trace, context: Context) -> Tensor:
+        """The loss, without labels, that it fits them by; a scalar."""
+        del model, context
+        return trace.pooled.new_zeros(())

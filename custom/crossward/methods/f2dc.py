@@ -27,7 +27,8 @@ from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, mark
 from crossward.methods.base import BLOCKS, Batch, Context, FeatureBlock, Method, Model, Task, Trace
 from crossward.methods.registry import register
-from crossward.nets.resnet import Norm, ResNet, make_norm
+from crossward.nets import Backbone
+from crossward.nets.layers import Norm, make_norm
 
 REDUCTION = 8
 """Hidden channels of decoupler and corrector are C / 8: the released code's 64 for 512."""
@@ -284,7 +285,7 @@ class F2DC(Method):
         if self.domains is not None and self.domains < 1:
             raise BadInput(f"f2dc: domains is {self.domains}, and must be at least 1")
 
-    def block(self, task: Task, backbone: ResNet) -> FeatureBlock:
+    def block(self, task: Task, backbone: Backbone) -> FeatureBlock:
         return DecouplingBlock(
             backbone.stage_channels,
             len(task.classes),

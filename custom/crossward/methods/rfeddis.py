@@ -9,7 +9,7 @@ Where paper and released code differ: docs/methods.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossward.federation.contract import ALL, Tally, Vector
 from crossward.federation.errors import BadInput
-from crossward.federation.rules import Rule, SampleMean
+from crossward.federation.rules import EqualMean, Rule, SampleMean
 from crossward.federation.scopes import Scope, mark, mark_where
 from crossward.methods.base import HEADS, Batch, Context, Head, Method, Model, Prediction, Task, Trace
 from crossward.methods.registry import register
-from crossward.nets.resnet import Norm, is_normalisation, make_vector_norm
+from crossward.nets.layers import Norm, is_normalisation, make_vector_norm
 from crossward.uncertainty.evidence import Opinion, conflict, expected_probabilities, fuse, opinion
 
 Reduction = Literal["sum", "reference"]
@@ -177,16 +176,6 @@ class EvidentialHeads(Head):
             opinions,
             conflict(evidence["global"], evidence["local"]),
         )
-
-
-class EqualMean(Rule):
-    """Every site counts once, as in the paper, whose sites are cut to one size."""
-
-    def coefficients(
-        self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
-    ) -> Mapping[str, float | Vector]:
-        del name, tally, plan, cohort, me
-        return {ALL: 1.0}
 
 
 @register

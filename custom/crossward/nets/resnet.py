@@ -6,83 +6,30 @@ input (32 px gives 4 x 4). ResNet-10 has one basic block per stage, ResNet-18 tw
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-Norm = Literal["batch", "group"]
+from crossward.nets.layers import Backbone, LayerFactory, LayerShape, Norm, plain_layers
 
 BLOCKS_PER_STAGE = {10: 1, 18: 2}
 STAGE_CHANNELS = (64, 128, 256, 512)
 STAGE_STRIDES = (1, 2, 2, 2)
 
 
-def is_normalisation(module: nn.Module) -> bool:
-    """Tell whether a module normalises its input, judged by its type and never by its name."""
-    return isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm | nn.LocalResponseNorm)
-
-
-class _LoneSample(_BatchNorm):
-    """BatchNorm that takes its running statistics for a single value per channel, which has no variance of its own."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        if self.training and features.numel() == self.num_features:
-            return functional.batch_norm(
-                features, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
-            )
-        return super().forward(features)
-
-
-class MapNorm(_LoneSample, nn.BatchNorm2d):
-    """BatchNorm of feature maps [b,c,h,w]."""
-
-
-class VectorNorm(_LoneSample, nn.BatchNorm1d):
-    """BatchNorm of vectors [b,c]."""
-
-
-def make_norm(norm: Norm, channels: int) -> nn.Module:
-    """Make a normalisation layer for maps; GroupNorm takes gcd(32, channels) groups of at least two channels."""
-    if norm == "batch":
-        return MapNorm(channels)
-    if norm == "group":
-        return nn.GroupNorm(max(1, min(math.gcd(32, channels), channels // 2)), channels)
-    raise ValueError(f"norm '{norm}' is neither 'batch' nor 'group'")
-
-
-def make_vector_norm(norm: Norm, channels: int) -> nn.Module:
-    """Make a normalisation layer for vectors.
-
-    Without a spatial extent a group of two channels could only become +1 and -1, whatever the image: one group.
-    """
-    if norm == "batch":
-        return VectorNorm(channels)
-    if norm == "group":
-        return nn.GroupNorm(1, channels)
-    raise ValueError(f"norm '{norm}' is neither 'batch' nor 'group'")
-
-
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut; the shortcut has its own normalisation where shapes differ."""
 
-    def __init__(self, channels_in: int, channels_out: int, *, stride: int, norm: Norm) -> None:
+    def __init__(self, channels_in: int, channels_out: int, *, stride: int, layer: LayerFactory) -> None:
         super().__init__()
         self.main = nn.Sequential(
-            nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False),
-            make_norm(norm, channels_out),
+            *layer(LayerShape(channels_in, channels_out, 3, stride=stride, padding=1)),
             nn.ReLU(),
-            nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
-            make_norm(norm, channels_out),
+            *layer(LayerShape(channels_out, channels_out, 3, padding=1)),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels_out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False), make_norm(norm, channels_out)
-            )
+            self.shortcut = nn.Sequential(*layer(LayerShape(channels_in, channels_out, 1, stride=stride)))
         self.activation = nn.ReLU()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -90,7 +37,7 @@ class BasicBlock(nn.Module):
         return activated
 
 
-class ResNet(nn.Module):
+class ResNet(Backbone):
     """A residual backbone from images to a feature map.
 
     Args:
@@ -98,32 +45,34 @@ class ResNet(nn.Module):
         width: factor on the stage widths 64-128-256-512; 0.25 gives 16-32-64-128.
         norm: ``"batch"`` or ``"group"``.
         channels: colour channels of the images.
+        layer: what stands for a convolution with its normalisation; those of ``norm`` if not given.
     """
 
-    def __init__(self, *, depth: int = 10, width: float = 1.0, norm: Norm = "batch", channels: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int = 10,
+        width: float = 1.0,
+        norm: Norm = "batch",
+        channels: int = 1,
+        layer: LayerFactory | None = None,
+    ) -> None:
         super().__init__()
         if depth not in BLOCKS_PER_STAGE:
             raise ValueError(f"depth {depth} is not one of {sorted(BLOCKS_PER_STAGE)}")
+        layer = layer or plain_layers(norm)
         widths = [max(1, round(base * width)) for base in STAGE_CHANNELS]
-        self.stem = nn.Sequential(
-            nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), make_norm(norm, widths[0]), nn.ReLU()
-        )
+        self.stem = nn.Sequential(*layer(LayerShape(channels, widths[0], 3, padding=1)), nn.ReLU())
         inputs = [widths[0], *widths[:-1]]
         self.stages = nn.ModuleList(
-            nn.Sequential(*self._stage(before, after, stride=stride, count=BLOCKS_PER_STAGE[depth], norm=norm))
+            nn.Sequential(*self._stage(before, after, stride=stride, count=BLOCKS_PER_STAGE[depth], layer=layer))
             for before, after, stride in zip(inputs, widths, STAGE_STRIDES, strict=True)
         )
         self.stage_channels = tuple(widths)
         self.out_channels = widths[-1]
 
     @staticmethod
-    def _stage(before: int, after: int, *, stride: int, count: int, norm: Norm) -> Iterator[nn.Module]:
-        yield BasicBlock(before, after, stride=stride, norm=norm)
+    def _stage(before: int, after: int, *, stride: int, count: int, layer: LayerFactory) -> Iterator[nn.Module]:
+        yield BasicBlock(before, after, stride=stride, layer=layer)
         for _ in range(count - 1):
-            yield BasicBlock(after, after, stride=1, norm=norm)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.stem(images)
-        for stage in self.stages:
-            features = stage(features)
-        return features
+            yield BasicBlock(after, after, stride=1, layer=layer)

@@ -38,7 +38,7 @@ class Training:
         schedule: how the learning rate changes from round to round; ``cosine`` ends at a tenth.
         momentum: of SGD, which starts anew every round.
         weight_decay: of SGD.
-        clip: largest norm of a step's gradient; none if 0.
+        clip: largest norm of a step's gradient; the method's own if 0, which for most is none.
         augment: random changes to training images, see site/augment.py.
         seed: decides the order of images and what methods draw.
     """
@@ -101,6 +101,7 @@ def train_round(
         foreach=True,
     )
     scaler = device.scaler()
+    clip = training.clip or method.clip
     counts = torch.zeros(3, dtype=torch.float64, device=device.kind)
     for step, batch in enumerate(_steps(split, context, training, device)):
         context.generator.manual_seed(derive(training.seed, context.site, context.round_number, step))
@@ -115,9 +116,9 @@ def train_round(
         if device.kind.type == "cpu" and not torch.isfinite(objective):
             raise _diverged(context, step)
         scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
-        if training.clip:
+        if clip:
             scaler.unscale_(optimiser)
-            nn.utils.clip_grad_norm_(model.parameters(), training.clip, foreach=True)
+            nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
         scaler.step(optimiser)
         scaler.update()
         with torch.no_grad():

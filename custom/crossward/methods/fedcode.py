@@ -1,0 +1,424 @@
+"""FedCode (Zhang et al.): style and semantics are learnt by two encoders and held apart by contrast with prototypes.
+
+The semantic encoder is shared; the style encoder, whose normalisation keeps what instance normalisation would take away
+(SAIN, Eq. 5-7), and the classifier stay at their site. Beside its update a site reports the mean semantic feature of
+every class (Eq. 2) and its mean style (Eq. 8). The server averages the former (Eq. 4) and clusters the latter by FINCH
+(Eq. 9); the loss pulls features to their own prototype and away from all others (Eq. 11, 13) and makes the two kinds
+orthogonal (Eq. 14). What the paper leaves open or prints wrongly, and what is done here: docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor, nn
+from torch.nn import functional
+
+from crossward.federation.algebra import Extra
+from crossward.federation.combine import normalise
+from crossward.federation.contract import ALL, Needs, Summed, Tally, Tensors, Vector
+from crossward.federation.errors import BadInput
+from crossward.federation.rules import Rule, divide, per_row
+from crossward.federation.scopes import Scope, mark, mark_where
+from crossward.methods.base import (
+    Batch,
+    BlockFactory,
+    Context,
+    FeatureBlock,
+    Head,
+    HeadFactory,
+    Method,
+    Model,
+    Prediction,
+    SoftmaxHead,
+    Task,
+    Trace,
+)
+from crossward.methods.registry import register
+from crossward.nets import Backbone
+from crossward.nets.layers import LayerShape, is_normalisation
+
+REDUCTION = 16
+"""Squeeze-and-excitation has C / 16 hidden units, as in its own paper."""
+
+FEWEST_HIDDEN = 4
+
+SEMANTIC, STYLE = "prototypes", "style"
+"""Names of the extras: mean semantic features by class [K,d], and the mean style [1,d], received as [J,d]."""
+
+
+class StyleAwareNorm(nn.Module):
+    """SAIN: what instance normalisation removes, weighted by squeeze-and-excitation (Eq. 5-7).
+
+    Args:
+        channels: of the maps.
+        eps: added to the variance.
+    """
+
+    def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        hidden = max(FEWEST_HIDDEN, channels // REDUCTION)
+        self.squeeze = nn.Linear(channels, hidden)
+        self.excite = nn.Linear(hidden, channels)
+        self._eps = eps
+
+    def forward(self, features: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(features, dim=(2, 3), correction=0, keepdim=True)
+        style = features - (features - mean) * torch.rsqrt(variance + self._eps)
+        # The mean of F_style over a map is that of F: the normalised map has none.
+        attention = torch.sigmoid(self.excite(functional.relu(self.squeeze(mean.flatten(1)))))
+        return attention[:, :, None, None] * style
+
+
+def semantic_contrast(
+    semantic: Tensor,
+    style: Tensor,
+    labels: Tensor,
+    class_prototypes: Tensor,
+    style_prototypes: Tensor,
+    tau: float,
+) -> Tensor:
+    """SemCL (Eq. 11), per sample: near the prototype of its class, far from all others, its style, and the mean style.
+
+    Args:
+        semantic: z^c, [b,d].
+        style: z^s of the same images, [b,d].
+        labels: [b].
+        class_prototypes: G, [K,d]; a row of zeros is a class that no site holds, left out. Its samples lose nothing.
+        style_prototypes: P, [J,d].
+        tau: temperature.
+    """
+    known = class_prototypes.abs().sum(dim=1) > 0
+    near = _cosines(semantic, class_prototypes).masked_fill(~known, -math.inf)
+    logits = torch.cat([near, _own_cosine(semantic, style), _cosines(semantic, _centre(style_prototypes))], dim=1) / tau
+    return _contrast(logits, labels, counts=known[labels])
+
+
+def style_contrast(
+    style: Tensor,
+    semantic: Tensor,
+    group: int,
+    style_prototypes: Tensor,
+    class_prototypes: Tensor,
+    tau: float,
+) -> Tensor:
+    """StyCL (Eq. 13), per sample: near its group's style, far from the others', its semantics, and the mean class.
+
+    Args:
+        style: z^s, [b,d].
+        semantic: z^c of the same images, [b,d].
+        group: j, the site's style group.
+        style_prototypes: P, [J,d].
+        class_prototypes: G, [K,d]; rows of zeros are left out of the mean.
+        tau: temperature.
+    """
+    logits = (
+        torch.cat(
+            [
+                _cosines(style, style_prototypes),
+                _own_cosine(style, semantic),
+                _cosines(style, _centre(class_prototypes)),
+            ],
+            dim=1,
+        )
+        / tau
+    )
+    labels = torch.full((len(style),), group, device=style.device)
+    return _contrast(logits, labels, counts=torch.ones_like(labels, dtype=torch.bool))
+
+
+def decoupling(semantic: Tensor, style: Tensor) -> Tensor:
+    """FDR, sum_d |z^s_d z^c_d| / (|z^s| |z^c|), per sample.
+
+    Eq. 14 prints the norm of every component, with which it would be the constant d; these are the vectors' norms.
+    """
+    lengths: Tensor = semantic.norm(dim=1) * style.norm(dim=1)
+    overlap = (semantic * style).abs().sum(dim=1)
+    return overlap / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+
+
+def _cosines(vectors: Tensor, prototypes: Tensor) -> Tensor:
+    return functional.normalize(vectors, dim=1) @ functional.normalize(prototypes, dim=1).T
+
+
+def _own_cosine(one: Tensor, other: Tensor) -> Tensor:
+    return functional.cosine_similarity(one, other, dim=1).unsqueeze(1)
+
+
+def _centre(prototypes: Tensor) -> Tensor:
+    """The mean of the prototypes that are known, [1,d]."""
+    known = (prototypes.abs().sum(dim=1, keepdim=True) > 0).to(prototypes.dtype)
+    return (known * prototypes).sum(dim=0, keepdim=True) / known.sum().clamp_min(1)
+
+
+def _contrast(logits: Tensor, labels: Tensor, *, counts: Tensor) -> Tensor:
+    """Cross-entropy of the samples that count, and 0 for the others."""
+    loss = torch.logsumexp(logits, dim=1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    return torch.where(counts, loss, torch.zeros_like(loss))
+
+
+def first_neighbour_groups(vectors: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """First partition of FINCH with cosine distance: one group number per vector, [N,d] -> [N].
+
+    Vectors belong together where one is the other's nearest, or both have the same nearest (ties: the lowest index).
+    Every group has two members or more, so a style that a single site has is never alone.
+    """
+    rows = np.asarray(vectors, dtype=np.float64)
+    return groups_by_cosine(normalise(rows @ rows.T))
+
+
+def groups_by_cosine(cosines: Vector) -> npt.NDArray[np.int64]:
+    """The same from the matrix of cosines, which is all that it takes; numbers in the order of appearance."""
+    count = len(cosines)
+    if count < 2:
+        return np.zeros(count, dtype=np.int64)
+    apart = cosines.copy()
+    np.fill_diagonal(apart, -np.inf)
+    nearest = apart.argmax(axis=1)
+    # Two with the same nearest are linked through it, so the links to the nearest are enough.
+    links = coo_array((np.ones(count), (np.arange(count), nearest)), shape=(count, count))
+    _, labels = connected_components(links, directed=False)
+    order = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
+    return np.array([order[label] for label in labels.tolist()], dtype=np.int64)
+
+
+class HeldPrototypes(Rule):
+    """Class prototypes: the mean over the sites that hold a class (Eq. 4); one that too few hold keeps its last value.
+
+    Args:
+        holders: how many sites must hold a class.
+    """
+
+    needs: ClassVar[Needs] = "totals"
+
+    def __init__(self, *, holders: int) -> None:
+        self._holders = holders
+
+    def measure(self, update: Tensors) -> Tally:
+        (prototypes,) = update.values()
+        return {"present": (prototypes.abs().sum(dim=1) > 0).double().numpy()}
+
+    def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
+        del gram
+        return {"held": (totals["present"] >= self._holders).astype(np.float64)}
+
+    def coefficients(
+        self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
+    ) -> Mapping[str, float | Vector]:
+        del name, cohort, me
+        return {ALL: tally["present"] * plan["held"]}
+
+    def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
+        del name, plan
+        assert not isinstance(summed.coefficient, float)
+        held = per_row((summed.coefficient > 0).astype(np.float64), current).bool()
+        return torch.where(held, divide(summed), current.double()).float()
+
+
+class StyleGroups(Rule):
+    """Style prototypes: the mean style of every group of sites (Eq. 9), in as many rows as there are groups.
+
+    Args:
+        clusters: ``"finch"`` groups sites by the cosine of their styles; ``"site"`` makes each a group of its own.
+    """
+
+    needs: ClassVar[Needs] = "gram"
+
+    def __init__(self, *, clusters: Literal["finch", "site"]) -> None:
+        self._clusters = clusters
+
+    def blocks(self, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        return {STYLE: names}
+
+    def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
+        del totals
+        cosines = gram[STYLE]
+        groups = groups_by_cosine(cosines) if self._clusters == "finch" else np.arange(len(cosines))
+        return {"group": groups.astype(np.float64)}
+
+    def coefficients(
+        self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
+    ) -> Mapping[str, float | Vector]:
+        del name, tally, cohort
+        groups = plan["group"]
+        return {ALL: (np.arange(int(groups.max()) + 1) == groups[me]).astype(np.float64)}
+
+    def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
+        del name, current, plan
+        return divide(summed).float()
+
+
+class TwoEncoders(Model):
+    """A semantic encoder with the classifier, and a style encoder beside it that only training looks at."""
+
+    def __init__(self, backbone: Backbone, block: FeatureBlock, head: Head, style: Backbone, *, classes: int) -> None:
+        super().__init__(backbone, block, head)
+        self.style = style
+        self.classes = classes
+        mark(self.style, parameters=Scope.LOCAL, buffers=Scope.LOCAL)
+
+    def forward(self, images: Tensor, generator: torch.Generator | None = None) -> Trace:
+        trace = super().forward(images, generator)
+        if self.training:
+            trace.notes[STYLE] = self.style_of(images)
+        return trace
+
+    def style_of(self, images: Tensor) -> Tensor:
+        """z^s, [b,d]."""
+        return self.style.pool(self.style(images))
+
+
+class PrototypeHead(Head):
+    """Answers by the nearest class prototype, as SemCL trains the features to: for a hospital without a classifier."""
+
+    def __init__(self, prototypes: Tensor, *, tau: float) -> None:
+        super().__init__()
+        self.prototypes = nn.Parameter(prototypes.clone(), requires_grad=False)
+        self._tau = tau
+        mark(self, parameters=Scope.SHARED, buffers=Scope.BUFFER)
+
+    def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        del notes
+        known = self.prototypes.abs().sum(dim=1) > 0
+        return (_cosines(pooled, self.prototypes) / self._tau).masked_fill(~known, -math.inf)
+
+    def terms(self, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
+        del context
+        return {"cross_entropy": functional.cross_entropy(trace.logits, batch.labels, reduction="none")}
+
+    def predict(self, trace: Trace) -> Prediction:
+        probabilities = trace.logits.float().softmax(dim=1)
+        return Prediction(probabilities, 1 - probabilities.amax(dim=1), trace.pooled.float())
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class FedCode(Method):
+    """L = L_CE + alpha (semantic * SemCL + style * StyCL) + beta FDR (Eq. 16).
+
+    Attributes:
+        alpha: weight of both contrasts.
+        beta: weight of the orthogonality.
+        tau: temperature of the contrasts (Eq. 10).
+        semantic: weight of SemCL inside the bracket, for ablations.
+        style: weight of StyCL inside the bracket, for ablations.
+        clusters: style groups by FINCH, or one per site, for sites that are known to be different domains.
+        holders: how many sites must hold a class before its prototype is made.
+        share_head: average the classifier too, for one complete global model.
+        local_norm: keep the semantic encoder's normalisation at its site, as FedBN does.
+        style_norm: ``"sain"``, or ``"batch"`` for a style encoder like the semantic one.
+    """
+
+    name: ClassVar[str] = "fedcode"
+    title: ClassVar[str] = "Contrastive feature decoupling"
+    normalisation: ClassVar[str] = "the semantic encoder's averaged with its statistics; the style encoder's local"
+    clip: ClassVar[float] = 10.0
+
+    alpha: float = 20.0
+    beta: float = 1.0
+    tau: float = 0.5
+    semantic: float = 1.0
+    style: float = 1.0
+    clusters: Literal["finch", "site"] = "finch"
+    holders: int = 1
+    share_head: bool = False
+    local_norm: bool = False
+    style_norm: Literal["sain", "batch"] = "sain"
+
+    def __post_init__(self) -> None:
+        for option in ("alpha", "beta", "semantic", "style"):
+            if not 0 <= getattr(self, option) < math.inf:
+                raise BadInput(
+                    f"fedcode: {option} is {getattr(self, option)}, and must be a finite number that is not negative"
+                )
+        if not 0 < self.tau < math.inf:
+            raise BadInput(f"fedcode: tau is {self.tau}, and must be a finite number above 0")
+        if self.holders < 1:
+            raise BadInput(f"fedcode: holders is {self.holders}, and must be at least 1")
+
+    def head(self, task: Task, features: int) -> Head:
+        head = super().head(task, features)
+        if not self.share_head:
+            mark(head, parameters=Scope.LOCAL, buffers=Scope.LOCAL)
+        return head
+
+    def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
+        plain = super().assemble(task, block, head)
+        style = task.backbone(_style_layer if self.style_norm == "sain" else None)
+        return TwoEncoders(plain.backbone, plain.block, plain.head, style, classes=len(task.classes))
+
+    def place(self, model: Model) -> None:
+        if self.local_norm:
+            mark_where(model, is_normalisation, parameters=Scope.LOCAL)
+
+    def extras(self, task: Task, model: Model) -> Mapping[str, Extra]:
+        features = model.backbone.out_channels
+        return {
+            SEMANTIC: Extra((len(task.classes), features), HeldPrototypes(holders=self.holders)),
+            STYLE: Extra((1, features), StyleGroups(clusters=self.clusters)),
+        }
+
+    def terms(self, model: Model, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """The head's and the block's terms, FDR, and the contrasts as soon as there are prototypes."""
+        semantic, style = trace.pooled.float(), trace.notes[STYLE].float()
+        terms = super().terms(model, trace, batch, context)
+        terms["orthogonality"] = self.beta * decoupling(semantic, style)
+        if SEMANTIC not in context.received:
+            return terms
+        classes, styles = context.received[SEMANTIC], context.received[STYLE]
+        near = semantic_contrast(semantic, style, batch.labels, classes, styles, self.tau)
+        terms["semantic_contrast"] = self.alpha * self.semantic * near
+        group = _group_of(context)
+        if group is not None:
+            near = style_contrast(style, semantic, group, styles, classes, self.tau)
+            terms["style_contrast"] = self.alpha * self.style * near
+        return terms
+
+    def describe(self, model: Model, batches: Iterable[Batch], context: Context) -> Tensors:
+        """Client prototypes: mean semantic feature by class (Eq. 2; zeros for an absent class), mean style (Eq. 8)."""
+        del context
+        assert isinstance(model, TwoEncoders)
+        features = model.backbone.out_channels
+        sums: Tensor | None = None
+        counts = torch.zeros(model.classes, dtype=torch.float64)
+        for batch in batches:
+            semantic, style = model(batch.images).pooled.double(), model.style_of(batch.images).double()
+            member = functional.one_hot(batch.labels, model.classes).double()
+            both = torch.cat([member.T @ semantic, style.sum(dim=0, keepdim=True)])
+            sums = both if sums is None else sums + both
+            counts += member.sum(dim=0).cpu()
+        if sums is None:
+            sums = torch.zeros(model.classes + 1, features, dtype=torch.float64)
+        means = sums.cpu() / torch.cat([counts, counts.sum().view(1)]).clamp_min(1).unsqueeze(1)
+        return {SEMANTIC: means[:-1].float(), STYLE: means[-1:].float()}
+
+    def welcome(self, model: Model, received: Tensors) -> None:
+        """Without a classifier of its own a new hospital answers by the class prototypes."""
+        super().welcome(model, received)
+        if isinstance(model.head, SoftmaxHead) and not self.share_head:
+            if SEMANTIC not in received:
+                raise BadInput(
+                    "fedcode keeps classifiers at their sites, and there are no class prototypes yet to answer by; "
+                    "train at least one round, or use share_head"
+                )
+            model.head = PrototypeHead(received[SEMANTIC], tau=self.tau)
+
+
+def _style_layer(shape: LayerShape) -> Sequence[nn.Module]:
+    """A layer of the style encoder: a convolution and SAIN."""
+    return shape.convolution(), StyleAwareNorm(shape.channels_out)
+
+
+def _group_of(context: Context) -> int | None:
+    """The style group of this site; none where it took no part in the round before."""
+    if context.plan is None or context.site not in context.plan.cohort:
+        return None
+    return int(context.plan.values[STYLE]["group"][context.plan.cohort.index(context.site)])
