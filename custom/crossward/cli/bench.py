@@ -73,19 +73,33 @@ def _cell(value: Any) -> str:
 
 @app.command("combine")
 def combine(
+    methods: Annotated[str, typer.Option(help="Methods with commas; options in brackets.")] = "fedavg,fedcode,fdse",
     sites: Annotated[str, typer.Option(help="Numbers of sites, with commas.")] = "4,16,64",
     depth: Annotated[int, typer.Option(help="ResNet-10 or ResNet-18.")] = 18,
+    width: Annotated[float, typer.Option(help="Width of the net; 1 is the full one.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats.")] = 3,
     as_json: AsJson = False,
+    markdown: AsMarkdown = False,
 ) -> None:
-    """Peak memory of the combining (in models, in a process of its own), and time against a plain numpy sum.
+    """Memory and time of the server's combining, each method and number of sites in a process of its own.
 
-    Example: crossward bench combine --sites 4,16,64
+    Peak memory is in models of what a site sends, and in FedAvg's. The time's ratio is to a plain numpy average of
+    FedAvg's model, the median of the repeats' ratios.
+
+    Example: crossward bench combine --methods fedavg,fdse --sites 50
     """
+    variants = parse_variants(methods)
     numbers = _numbers(sites)
+    if min(numbers) < 1:
+        raise BadInput(f"--sites {sites}: there is nothing to combine without a site")
+    check_choices(block=None, head=None, depth=depth, norm=Task.norm, width=width)
     rows = [
-        bench_combine.in_own_process(number, depth=depth, gram=gram) for gram in (False, True) for number in numbers
+        bench_combine.in_own_process(variant, number, depth=depth, width=width, repeats=repeats)
+        for variant in variants
+        for number in numbers
     ]
-    show(rows, title="Combining reports (memory in models; time against numpy)", as_json=as_json)
+    title = f"Combining reports of ResNet-{depth} of width {width:g}"
+    show(rows, title=title, as_json=as_json, markdown=markdown)
 
 
 @app.command("training")
@@ -167,8 +181,10 @@ def table(
 ) -> None:
     """Methods by sites, mean and spread over seeds, with the linear baseline on twelve global numbers beside them.
 
-    The last column is the difference from one method with its 95 % interval, paired by seed. Cells that are finished
-    are only read, and interrupted ones resumed.
+    Beside the sites: their average, all images together, the worst site, and for accuracy what models reach on other
+    scanners (GATA) and which part that is of what they reach on their own (CPRR). The last column is the difference
+    from one method with its 95 % interval, paired by seed. Cells that are finished are only read, interrupted ones
+    resumed.
 
     Example: crossward bench table --data phantoms --out runs/table --methods "fedavg,f2dc[lambda1=0;lr=0.01]"
     """

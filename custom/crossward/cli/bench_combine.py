@@ -1,150 +1,179 @@
-"""Memory and time of the combining, measured in a process of its own."""
+"""Memory and time of the server's combining, for each method in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
+from crossward.cli.bench_variants import Variant, parse_variant
 from crossward.federation.algebra import Algebra
 from crossward.federation.combine import Sums, advance, combine_spooled, next_state, spool
-from crossward.federation.contract import ALL, SAMPLES, Needs, Plan, Report, State, Tally, Vector
-from crossward.federation.errors import RunFailure
-from crossward.federation.rules import Rule
+from crossward.federation.contract import SAMPLES, Report, State, Tensors
+from crossward.federation.errors import BadInput, RunFailure
 from crossward.federation.scopes import Scope
-from crossward.federation.storage import TensorFile, write_tensors
-from crossward.methods import Task, create
+from crossward.methods import Task
 
 SERVER_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """How a server is started: glibc then gives large tensors back to the system when they are freed."""
 
-_DISTINCT_REPORTS = 4
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Numpy's products on one thread, as ours and the plain average are compared on one."""
+
+_APART = 64
 
 
-class CosineMean(Rule):
-    """The cheapest rule that needs a Gram matrix of every tensor: sites weigh by their mean cosine to all."""
+class MadeReports:
+    """Reports of so many sites, in the declared shapes and with the tallies that a site would measure.
 
-    needs: ClassVar[Needs] = "gram"
+    Every site has noise of its own. An update is made when it is asked for: it takes memory as an upload does.
+    """
 
-    def blocks(self, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        return {name: (name,) for name in names}
+    def __init__(self, algebra: Algebra, sites: int) -> None:
+        self._algebra = algebra
+        generator = torch.Generator().manual_seed(0)
+        # The same noise moved by a few places is other noise for every tensor, and takes no time to draw.
+        self._noise = torch.randn(values_sent(algebra) + _APART * sites, generator=generator)
+        self._tallies = [
+            {SAMPLES: np.array([100.0 + site]), **algebra.measure(self._update(site))} for site in range(sites)
+        ]
 
-    def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
-        del totals
-        return {name: np.clip(matrix.mean(axis=1), 1e-3, None) for name, matrix in gram.items()}
+    def __len__(self) -> int:
+        return len(self._tallies)
 
-    def coefficients(
-        self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
-    ) -> Mapping[str, float | Vector]:
-        del tally, cohort
-        return {ALL: float(plan[name][me])}
+    def __getitem__(self, site: int) -> Report:
+        return Report(f"site-{site}", 1, "", self._update(site), self._tallies[site])
+
+    def _update(self, site: int) -> Tensors:
+        update, first = {}, _APART * site
+        for name, spec in self._algebra.sent.items():
+            update[name] = self._noise[first : first + spec.numel].view(spec.shape).clone()
+            first += spec.numel
+        return update
 
 
-def in_own_process(sites: int, *, depth: int, gram: bool) -> dict[str, Any]:
+def values_sent(algebra: Algebra, *scopes: Scope) -> int:
+    """How many values a site sends, of all scopes or of some."""
+    return sum(spec.numel for spec in algebra.sent.values() if not scopes or spec.scope in scopes)
+
+
+def in_own_process(variant: Variant, sites: int, *, depth: int, width: float, repeats: int) -> dict[str, Any]:
     """Run the measurement in a fresh process, so that its peak memory is its own."""
-    command = [sys.executable, "-m", "crossward.cli.bench_combine", str(sites), str(depth), str(int(gram))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **SERVER_ALLOCATOR})
+    numbers = (str(number) for number in (sites, depth, width, repeats))
+    command = [sys.executable, "-m", "crossward.cli.bench_combine", variant.text, *numbers]
+    environment = {**os.environ, **SERVER_ALLOCATOR, **ONE_THREAD}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RunFailure(f"the measuring process failed: {done.stderr.strip().splitlines()[-1]}")
     return dict(json.loads(done.stdout))
 
 
-def measure(sites: int, *, depth: int, gram: bool) -> dict[str, Any]:
-    """Combine made-up reports of so many sites; memory is the peak above an idle server that holds the model."""
+def measure(variant: Variant, sites: int, *, depth: int, width: float, repeats: int) -> dict[str, Any]:
+    """Combine made-up reports of so many sites with the method's own rules, in turns with a plain average.
+
+    Memory is the peak of the first time above an idle server that holds the model. The yardstick is FedAvg's model at
+    the same depth and width: its average in numpy is the time, and its size one of the two units of memory; the other
+    is what a site of this method sends.
+    """
     torch.set_num_threads(1)
-    method = create("fedavg")
-    task = Task(classes=("a", "b"), channels=1, size=32, rounds=1, depth=depth, width=1.0)
-    model = method.build(task)
-    rules = {Scope.SHARED: CosineMean(), Scope.BUFFER: CosineMean()} if gram else dict(method.rules(task, model))
-    algebra = Algebra(method.algebra(task, model).layout, rules)
-    state = method.start(task, model)
-    del model
-    size = sum(spec.numel for spec in algebra.sent.values()) * 4
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        _write_reports(folder, algebra)
-        idle = _reset_peak()
-        seconds = (_spooled if gram else _streamed)(folder, algebra, state, sites)
-        peak = _status("VmHWM")
-        reference = _plain_sum(folder, algebra, sites)
+    task = Task(classes=("a", "b"), channels=1, size=32, rounds=1, depth=depth, width=width)
+    algebra, state = _server(variant, task)
+    plain, _ = _server(parse_variant("fedavg"), task)
+    own, common = 4 * values_sent(algebra), 4 * values_sent(plain)
+    if not own:
+        raise BadInput(f"{variant.text} sends nothing, so there is nothing to combine")
+    reports, plain_reports = MadeReports(algebra, sites), MadeReports(plain, sites)
+    idle, peak = _reset_peak(), 0
+    ours, numpys = [], []
+    for _ in range(repeats):
+        ours.append(_streamed(algebra, state, reports) if algebra.streams else _spooled(algebra, state, reports))
+        peak = peak or _status("VmHWM")
+        numpys.append(_plain_average(plain, plain_reports))
     return {
-        "plan needs": "gram" if gram else "nothing",
+        "method": variant.text,
+        "plan needs": algebra.needs,
         "sites": sites,
-        "model MB": size / 1e6,
-        "peak in models": (peak - idle) / size,
-        "seconds": seconds,
-        "numpy seconds": reference,
-        "ratio": seconds / reference,
+        "sent MB": own / 1e6,
+        "FedAvg's MB": common / 1e6,
+        "personal MB, all sites": 4e-6 * sites * values_sent(algebra, Scope.PERSONAL),
+        "peak / sent": (peak - idle) / own,
+        "peak / FedAvg's": (peak - idle) / common,
+        "seconds": statistics.median(ours),
+        "numpy seconds": statistics.median(numpys),
+        "ratio": statistics.median(one / other for one, other in zip(ours, numpys, strict=True)),
     }
 
 
-def _write_reports(folder: Path, algebra: Algebra) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for index in range(_DISTINCT_REPORTS):
-        update = {name: torch.randn(spec.shape, generator=generator) for name, spec in algebra.sent.items()}
-        write_tensors(folder / f"made-{index}.safetensors", update, {})
+def _server(variant: Variant, task: Task) -> tuple[Algebra, State]:
+    model = variant.method.build(task, block=variant.plugs.block, head=variant.plugs.head)
+    return variant.method.algebra(task, model), variant.method.start(task, model)
 
 
-def _report(folder: Path, algebra: Algebra, site: int) -> Report:
-    with TensorFile(folder / f"made-{site % _DISTINCT_REPORTS}.safetensors") as file:
-        update = {name: file.read(name) for name in algebra.sent}
-    return Report(f"site-{site}", 1, "", update, {SAMPLES: np.array([100.0 + site])})
-
-
-def _streamed(folder: Path, algebra: Algebra, state: State, sites: int) -> float:
-    """Add each report as it arrives, then advance."""
-    ours = 0.0
-    sums, plan = Sums(), Plan(1, tuple(f"site-{site}" for site in range(sites)))
-    for site in range(sites):
-        report = _report(folder, algebra, site)
+def _streamed(algebra: Algebra, state: State, reports: MadeReports) -> float:
+    """Seconds to add each report as it arrives, and to advance."""
+    seconds = 0.0
+    sums = Sums()
+    plan = algebra.plan(1, [f"site-{site}" for site in range(len(reports))], {}, {})
+    for site in range(len(reports)):
+        report = reports[site]
         began = time.perf_counter()
         sums.add(algebra.contribute(report, plan, site))
-        ours += time.perf_counter() - began
+        seconds += time.perf_counter() - began
         del report
     began = time.perf_counter()
     after = next_state(state, plan)
     advance(algebra, state, sums, plan, after)
-    ours += time.perf_counter() - began
-    return ours
+    return seconds + time.perf_counter() - began
 
 
-def _spooled(folder: Path, algebra: Algebra, state: State, sites: int) -> float:
-    """Spool every report and combine block by block with a Gram matrix per tensor."""
-    ours = 0.0
-    spooled = []
-    for site in range(sites):
-        report = _report(folder, algebra, site)
-        began = time.perf_counter()
-        spooled.append(spool(folder / "spool", report))
-        ours += time.perf_counter() - began
-        del report
-    began = time.perf_counter()
-    combine_spooled(algebra, state, spooled, 1)
-    ours += time.perf_counter() - began
-    return ours
-
-
-def _plain_sum(folder: Path, algebra: Algebra, sites: int) -> float:
-    """Seconds of the textbook loop: total += n_k * update, per tensor, in float32."""
-    total = {name: np.zeros(spec.shape, dtype=np.float32) for name, spec in algebra.sent.items()}
+def _spooled(algebra: Algebra, state: State, reports: MadeReports) -> float:
+    """Seconds to spool each report, and to combine them block by block."""
     seconds = 0.0
-    for site in range(sites):
-        report = _report(folder, algebra, site)
+    folder = Path(tempfile.mkdtemp())
+    try:
+        spooled = []
+        for site in range(len(reports)):
+            report = reports[site]
+            began = time.perf_counter()
+            spooled.append(spool(folder, report))
+            seconds += time.perf_counter() - began
+            del report
+        began = time.perf_counter()
+        combine_spooled(algebra, state, spooled, 1)
+        return seconds + time.perf_counter() - began
+    finally:
+        shutil.rmtree(folder)
+
+
+def _plain_average(algebra: Algebra, reports: MadeReports) -> float:
+    """Seconds of the textbook loop: total += n_k * update, per tensor, in float32, and one division."""
+    seconds = 0.0
+    total = {name: np.zeros(spec.shape, dtype=np.float32) for name, spec in algebra.sent.items()}
+    samples = np.float32(0)
+    for site in range(len(reports)):
+        report = reports[site]
         arrays = {name: tensor.numpy() for name, tensor in report.update.items()}
+        count = np.float32(report.tally[SAMPLES].item())
         began = time.perf_counter()
         for name, array in arrays.items():
-            total[name] += np.float32(100 + site) * array
+            total[name] += count * array
+        samples += count
         seconds += time.perf_counter() - began
-    return seconds
+        del report, arrays
+    began = time.perf_counter()
+    for array in total.values():
+        array /= samples
+    return seconds + time.perf_counter() - began
 
 
 def _reset_peak() -> int:
@@ -161,4 +190,6 @@ def _status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), depth=int(sys.argv[2]), gram=bool(int(sys.argv[3])))))
+    text, sites, depth, width, repeats = sys.argv[1:]
+    row = measure(parse_variant(text), int(sites), depth=int(depth), width=float(width), repeats=int(repeats))
+    print(json.dumps(row))

@@ -15,7 +15,8 @@ from scipy import stats
 from crossward.cli.bench_variants import Variant
 from crossward.cli.progress import RoundDisplay
 from crossward.evaluate.facts import read_result, write_result
-from crossward.evaluate.metrics import across_domains, score
+from crossward.evaluate.metrics import across_domains, score, summarise
+from crossward.evaluate.transfer import transfer_of
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.skew import linear_probabilities, plain_numbers
@@ -27,10 +28,13 @@ from crossward.site.study import Study
 METRICS = ("accuracy", "balanced_accuracy", "auc")
 BASELINE = "twelve global numbers"
 _SIZE = 32
+_TRANSFER = ("GATA", "CPRR")
 
 Sites = Mapping[str, Any]
 """Per site what ``score`` gave, as in a result."""
-Cells = Mapping[str, Sequence[Sites]]
+Result = Mapping[str, Any]
+"""What a run came to; of `result.json` a row needs `sites`, `summary` and, where it was measured, `cross_site`."""
+Cells = Mapping[str, Sequence[Result]]
 """Per row of the table its runs, in the order of the seeds."""
 
 
@@ -68,8 +72,8 @@ def run(
     jobs: int | None,
     console: Console,
 ) -> Cells:
-    """Run the cells that are not there yet, and give the scores of all of them."""
-    cells: dict[str, list[Sites]] = {BASELINE: []}
+    """Run the cells that are not there yet, and give the results of all of them."""
+    cells: dict[str, list[Result]] = {BASELINE: []}
     for seed in seeds:
         cohort = load(data, size=_SIZE, classes=classes, sites=sites, seed=seed, fraction=budget.fraction)
         cells[BASELINE].append(_baseline(cohort))
@@ -77,7 +81,7 @@ def run(
             study = variant.study(cohort, rounds=budget.rounds, seed=seed, augment=budget.augment)
             folder = out / f"{variant.folder}-{seed}"
             result = _cell(cohort, study, folder, title=f"{variant.text}, seed {seed}", jobs=jobs, console=console)
-            cells.setdefault(variant.text, []).append(result["sites"])
+            cells.setdefault(variant.text, []).append(result)
     return cells
 
 
@@ -94,9 +98,9 @@ def _cell(cohort: Cohort, study: Study, out: Path, *, title: str, jobs: int | No
     return result
 
 
-def _baseline(cohort: Cohort) -> dict[str, Any]:
+def _baseline(cohort: Cohort) -> Result:
     """Score a linear model on global brightness, colour and contrast at every site."""
-    results = {}
+    sites = {}
     for name, site in cohort.sites.items():
         answers = linear_probabilities(
             plain_numbers(site.train.images.numpy()),
@@ -104,24 +108,30 @@ def _baseline(cohort: Cohort) -> dict[str, Any]:
             plain_numbers(site.test.images.numpy()),
             len(cohort.classes),
         )
-        results[name] = score(answers, site.test.labels.numpy(), cohort.classes)
-    return results
+        sites[name] = score(answers, site.test.labels.numpy(), cohort.classes)
+    return {"sites": sites, "summary": summarise(sites)}
 
 
 def table(cells: Cells, *, metric: str, against: str) -> list[dict[str, Any]]:
-    """A row per method: every site, then what summarises the sites, and the paired difference from one method."""
-    reference = [_average(sites, metric) for sites in cells[against]]
-    rows = []
+    """A row per method: every site, then what summarises the sites, and the paired difference from one method.
+
+    The matrix of models by test images is one of accuracies, so its figures stand beside accuracy alone.
+    """
+    reference = [_average(run["sites"], metric) for run in cells[against]]
+    accuracy, rows = metric == "accuracy", []
     for name, runs in cells.items():
-        averages = [_average(sites, metric) for sites in runs]
+        scores = [run["sites"] for run in runs]
+        averages = [_average(sites, metric) for sites in scores]
         rows.append(
             {
                 "method": name,
-                **{site: _spread([sites[site][metric] for sites in runs]) for site in runs[0]},
+                **{site: _spread([sites[site][metric] for sites in scores]) for site in scores[0]},
                 "avg": _spread(averages),
-                "worst": _spread([_worst(sites, metric) for sites in runs]),
-                "std over sites": _spread([across_domains(_column(sites, metric))[1] for sites in runs]),
-                "as received": _spread([_as_received(sites, metric) for sites in runs]),
+                **({"all": _spread([run["summary"]["all"] for run in runs])} if accuracy else {}),
+                "worst": _spread([_worst(sites, metric) for sites in scores]),
+                "std over sites": _spread([across_domains(_column(sites, metric))[1] for sites in scores]),
+                "as received": _spread([_as_received(sites, metric) for sites in scores]),
+                **({figure: _transfer(runs, figure) for figure in _TRANSFER} if accuracy else {}),
                 f"against {against}": "–" if name == against else _difference(averages, reference),
             }
         )
@@ -166,6 +176,11 @@ def _worst(sites: Sites, metric: str) -> float | None:
 
 def _as_received(sites: Sites, metric: str) -> float | None:
     return across_domains([figures["as_received"][metric] for figures in sites.values() if "as_received" in figures])[0]
+
+
+def _transfer(runs: Sequence[Result], figure: str) -> str:
+    measured = [facts[figure] for run in runs if (facts := transfer_of(run)) is not None]
+    return _spread(measured) if measured else "–"
 
 
 def _spread(values: Sequence[float | None]) -> str:

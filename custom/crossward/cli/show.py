@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from crossward.evaluate.flag_sheet import (
     some_scans,
 )
 from crossward.evaluate.table import Sheet, matrix_table, site_table
+from crossward.evaluate.transfer import CPRR_IN_WORDS, DOMAINS_IN_WORDS, transfer_of, transfer_sheet
 from crossward.federation.turns import in_turn
 from crossward.imaging.data import Cohort, SiteData
 from crossward.imaging.pictures import pictures_of
@@ -53,11 +54,15 @@ def show_cohort(console: Console, cohort: Cohort) -> None:
 
 
 def show_result(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the table per site and the train-site by test-site matrix."""
+    """Print the table per site, the train-site by test-site matrix, and what it comes to."""
     console.print(site_table(result))
     console.print(f"Deployed: every hospital's model of round {result['best_round']}, chosen on validation images.")
     if (matrix := matrix_table(result)) is not None:
         console.print(matrix)
+    if (transfer := transfer_of(result)) is not None:
+        sheet = transfer_sheet(transfer)
+        words = [CPRR_IN_WORDS, DOMAINS_IN_WORDS, *_numbered(sheet.notes)]
+        console.print(_sheet_table(sheet, title="accuracy % at home and elsewhere", caption="\n".join(words)))
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
@@ -84,7 +89,7 @@ def show_flags(console: Console, result: Mapping[str, Any]) -> None:
     if not flags or not flags["sites"]:
         return
     overview = by_site(flags)
-    notes = [AUROC_IN_WORDS, *(f"[{number}] {note}" for number, note in enumerate(overview.notes, start=1))]
+    notes = [AUROC_IN_WORDS, *_numbered(overview.notes)]
     title = f"flags: more uncertain than {flags['percentile']:g} % of the hospital's own validation scans"
     console.print(_sheet_table(overview, title=title, caption="\n".join(notes)))
     console.print(_sheet_table(by_kind(flags), title="flags by kind of scan"))
@@ -104,6 +109,10 @@ def show_newcomer(console: Console, result: Mapping[str, Any]) -> None:
         console.print(newcomer_in_words(result["newcomer"]), soft_wrap=True, highlight=False)
 
 
+def _numbered(notes: Sequence[str]) -> list[str]:
+    return [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
+
+
 def _sheet_table(sheet: Sheet, *, title: str, caption: str = "") -> Table:
     table = Table(
         title=Text(title),
@@ -113,7 +122,7 @@ def _sheet_table(sheet: Sheet, *, title: str, caption: str = "") -> Table:
         padding=(0, 1, 0, 0),
     )
     for head in sheet.header:
-        figure = head.split("\n")[0] in ("flagged", "AUROC", "accuracy %", "uncer-", "conflict", "threshold")
+        figure = head.split("\n")[0] in ("flagged", "AUROC", "accuracy %", "uncer-", "conflict", "threshold", "%")
         table.add_column(head, justify="right" if figure else "left", overflow="fold")
     for row in sheet.sites:
         table.add_row(*map(Text, row))

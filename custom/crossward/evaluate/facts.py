@@ -30,6 +30,7 @@ _NEEDED_OF_SITE = ("n_train", "n_test", "accuracy")
 _NEEDED_OF_ROUND = ("round", "sites")
 _NEEDED_OF_SUMMARY = ("avg", "std", "all", "worst_site")
 _NEEDED_OF_PRIVACY = ("secagg", "dp", "epsilon")
+_NEEDED_BESIDE_DOMAINS = ("LTA", "ATA", "GATA", "GASA", "CPRR")
 _REMEDY = "give the folder of a finished run, or its result.json"
 _PACKAGES = ("torch", "monai", "numpy", "nvflare")
 
@@ -150,6 +151,10 @@ def _check_matrix(matrix: Any, what: str) -> None:
         or any(not isinstance(r, list) or len(r) != width for r in rows)
     ):
         raise BadInput(f"{what} is not a result: the cross_site matrix is not {width} by {width}, one row per site")
+    if "domains" in matrix:  # results of earlier versions have the matrix alone
+        _need(matrix, _NEEDED_BESIDE_DOMAINS, f"{what}, cross_site")
+        if not isinstance(matrix["domains"], list) or len(matrix["domains"]) != width:
+            raise BadInput(f"{what} is not a result: cross_site does not give one domain for each of {width} sites")
 
 
 def _need(part: Any, keys: tuple[str, ...], what: str) -> None:

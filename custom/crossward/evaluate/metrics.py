@@ -192,7 +192,8 @@ def cross_site(accuracy_matrix: Sequence[Sequence[float | None]], domains: Seque
 
     Returns:
         LTA: mean of the diagonal. GASA: mean over sites of their mean accuracy inside their own domain. ATA: for
-        every domain, how its sites do on the other domains. GATA: plain mean of ATA. CPRR: GATA / GASA.
+        every domain, how its sites do on the other domains. GATA: plain mean of ATA. CPRR: GATA / GASA. And
+        `undefined`: the reason for every figure that is None, those of ATA as `ATA[domain]`.
     """
     n = len(domains)
     if len(accuracy_matrix) != n or any(len(row) != n for row in accuracy_matrix):
@@ -207,13 +208,14 @@ def cross_site(accuracy_matrix: Sequence[Sequence[float | None]], domains: Seque
     }
     gasa = _mean([reach(i, inside=True) for i in range(n)])
     gata = _mean(list(transfer.values()))
-    return {
+    figures = {
         "LTA": _mean([accuracy_matrix[i][i] for i in range(n)]),
         "ATA": transfer,
         "GATA": gata,
         "GASA": gasa,
         "CPRR": gata / gasa if gata is not None and gasa else None,
     }
+    return {**figures, "undefined": _why_no_transfer(figures)}
 
 
 def _checked(probabilities: npt.ArrayLike, labels: npt.ArrayLike, classes: Sequence[str]) -> tuple[Floats, Integers]:
@@ -248,6 +250,20 @@ def _why_no_auc(name: str, held: int, n: int) -> str:
     return (
         f"every image is {name}, so there is nothing to tell it from, n={n}" if held else f"no image of {name}, n={n}"
     )
+
+
+def _why_no_transfer(figures: Mapping[str, Any]) -> dict[str, str]:
+    """The reason for every figure of `cross_site` that is None."""
+    at_home, elsewhere = "no model has a score on images of its own domain", "there is one domain only"
+    if len(figures["ATA"]) > 1:
+        elsewhere = "no model has a score on images of another domain"
+    reasons = {"LTA": "no model has a score on images of its own site", "GATA": elsewhere, "GASA": at_home}
+    if figures["GATA"] is None:
+        reasons["CPRR"] = elsewhere
+    else:
+        reasons["CPRR"] = at_home if figures["GASA"] is None else "no model is ever right in its own domain"
+    undefined = {name: reason for name, reason in reasons.items() if figures[name] is None}
+    return undefined | {f"ATA[{domain}]": elsewhere for domain, value in figures["ATA"].items() if value is None}
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

@@ -16,7 +16,6 @@ from crossward.evaluate.plots import (
     STYLE,
     Html,
     caution,
-    heat_map,
     interval_bar,
     join,
     legend,
@@ -26,6 +25,7 @@ from crossward.evaluate.plots import (
 )
 from crossward.evaluate.report_features import feature_pages
 from crossward.evaluate.report_flags import flagged_scans
+from crossward.evaluate.report_transfer import transfer_section
 from crossward.evaluate.table import AS_RECEIVED, percent, ratio, site_sheet
 from crossward.federation.storage import atomic_file
 
@@ -83,7 +83,7 @@ def _sections(
     yield _alone(result)
     yield flagged_scans(result, pictures)
     yield _progress(result)
-    yield _transfer(result.get("cross_site"))
+    yield transfer_section(result)
     yield feature_pages(result, pictures)
     yield _samples(result, samples)
     yield _privacy(result["privacy"])
@@ -244,20 +244,6 @@ def _alone(result: Mapping[str, Any]) -> Html:
 
 def _points(together: float | None, alone: float | None) -> str:
     return "n/a" if together is None or alone is None else f"{100 * (together - alone):+.1f}"
-
-
-def _transfer(matrix: Mapping[str, Any] | None) -> Html:
-    if matrix is None:
-        return Html()
-    return join(
-        tag("h2", "Would one hospital's model work at another?"),
-        tag(
-            "p",
-            "Accuracy in per cent. Row: the hospital whose model it is. Column: the hospital whose test images it "
-            "reads. Darker is better; the framed cells are hospitals reading their own images.",
-        ),
-        tag("div", heat_map(matrix), class_="scroll"),
-    )
 
 
 def _samples(result: Mapping[str, Any], samples: Mapping[str, npt.NDArray[np.uint8]]) -> Html:

@@ -13,6 +13,7 @@ from pydicom.errors import InvalidDicomError
 
 from crossward.federation.errors import BadInput
 
+UNKNOWN_SCANNER = "unknown scanner"
 CHANNELS = {"MONOCHROME1": 1, "MONOCHROME2": 1, "RGB": 3}
 
 # Nothing else is parsed, so names and dates of patients never enter memory, a warning or a traceback.
@@ -175,7 +176,7 @@ def _number(dataset: Dataset, tag: str, default: float) -> float:
 
 def _scanner(dataset: Dataset) -> str:
     words = f"{dataset.get('Manufacturer') or ''} {dataset.get('ManufacturerModelName') or ''}".split()
-    return " ".join(words) or "unknown scanner"
+    return " ".join(words) or UNKNOWN_SCANNER
 
 
 def _spacing(dataset: Dataset) -> tuple[float, float] | None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from scipy import optimize
 from torch import Tensor, nn
+from torch.nn import functional
 
 from crossward.federation.combine import normalise
 from crossward.federation.contract import ALL, Needs, Summed, Tally, Tensors, Vector
@@ -37,6 +38,24 @@ FLATTEST = 1e-10
 """Directions flatter than this count as this steep, so that sites with equal updates share their weight evenly."""
 
 _STATISTICS = "statistics/"
+
+
+class Expansion(nn.Conv2d):
+    """DSE's linear operation: a convolution that makes ``factor`` channels of each, from that channel alone.
+
+    Processors have a fast path for one output per channel and none for several, so it goes one output at a time.
+    """
+
+    def __init__(self, channels: int, factor: int, *, kernel: int) -> None:
+        super().__init__(channels, factor * channels, kernel, padding=kernel // 2, groups=channels, bias=False)
+        self._factor = factor
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs = [
+            functional.conv2d(features, self.weight[first :: self._factor], padding=self.padding, groups=self.groups)
+            for first in range(self._factor)
+        ]
+        return torch.stack(outputs, dim=2).flatten(start_dim=1, end_dim=2)
 
 
 class DecomposedConv(nn.Module):
@@ -75,8 +94,7 @@ class DecomposedConv(nn.Module):
         self.dfe = nn.Conv2d(channels_in, inner, kernel, stride=stride, padding=padding, bias=False)
         self.norm_dse = normalisation(inner)
         self.between: nn.Module = nn.Identity() if ghost else nn.ReLU()
-        each = factor - 1 if ghost else factor
-        self.dse = nn.Conv2d(inner, each * inner, cheap, padding=cheap // 2, groups=inner, bias=False)
+        self.dse = Expansion(inner, factor - 1 if ghost else factor, kernel=cheap)
         self.norm_dfe = normalisation(channels_out)
         self.activation: nn.Module = nn.ReLU() if activation else nn.Identity()
         self._ghost = ghost

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from crossward.evaluate.transfer import measured
 from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
 from crossward.federation.coordinator import VALIDATION_COUNT
 from crossward.imaging.data import Cohort
@@ -45,3 +46,8 @@ def facts_of(cohort: Cohort) -> dict[str, Any]:
         "phantom": cohort.phantom,
         "size": cohort.size,
     }
+
+
+def cross_site_of(cohort: Cohort, names: Sequence[str], accuracy: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """What a result says about every site's model (row) on every site's test images (column)."""
+    return measured(names, accuracy, [cohort.sites[name].scanner for name in names])

@@ -18,7 +18,7 @@ from crossward.federation.storage import read_json
 from crossward.imaging.data import Cohort
 from crossward.methods.registry import create
 from crossward.site.deployed import deployed_models
-from crossward.site.figures import facts_of
+from crossward.site.figures import cross_site_of, facts_of
 from crossward.site.inprocess import simulate
 from crossward.site.study import Study
 
@@ -65,4 +65,4 @@ def _cross_site(cohort: Cohort, study: Study, folders: Mapping[str, Path]) -> di
         return [models[name].accuracy(cohort.sites[other].test) if name in models else None for other in names]
 
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return {"sites": names, "accuracy": list(pool.map(row, names))}
+        return cross_site_of(cohort, names, list(pool.map(row, names)))

@@ -25,7 +25,7 @@ from crossward.federation.errors import (
 )
 from crossward.imaging.data import Cohort
 from crossward.site.devices import Device
-from crossward.site.figures import facts_of, figures_of, nbytes, share
+from crossward.site.figures import cross_site_of, facts_of, figures_of, nbytes, share
 from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant
 from crossward.site.runfolder import claim, owned
 from crossward.site.study import Study
@@ -199,14 +199,14 @@ class _Run:
             "best_round": best,
             "sites": sites,
             "summary": summarise(sites),
-            "cross_site": {"sites": names, "accuracy": self._cross_site(pool, names)},
+            "cross_site": cross_site_of(cohort, names, self._accuracies(pool, names)),
             "privacy": {"secagg": False, "dp": False, "epsilon": dict.fromkeys(names)},
             "warnings": list(cohort.warnings),
             "versions": versions(),
             "seconds": time.monotonic() - began,
         }
 
-    def _cross_site(self, pool: ThreadPoolExecutor, names: list[str]) -> list[list[float | None]]:
+    def _accuracies(self, pool: ThreadPoolExecutor, names: list[str]) -> list[list[float | None]]:
         """Score every site's deployed model on every site's test images: only where all data are in one place."""
 
         def row(name: str) -> list[float | None]:
