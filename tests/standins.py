@@ -208,7 +208,7 @@ def random_update(algebra: Algebra, rng: np.random.Generator) -> dict[str, Tenso
         held = rng.random(update["prototypes"].shape[0]) < 0.6
         update["prototypes"] *= torch.from_numpy(held.astype(np.float32)).unsqueeze(1)
     if "style" in update:
-        update["style"] = update["style"][:1].repeat(GROUPS, 1)
+        update["style"] = update["style"][:1].repeat(len(update["style"]), 1)
     for block in ("conv", "dse"):
         if rng.random() < 0.2:
             update = {name: value * 0 if part_of(name) == block else value for name, value in update.items()}

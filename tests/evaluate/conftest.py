@@ -5,6 +5,7 @@ import pytest
 
 from crossward.evaluate.facts import versions
 from crossward.evaluate.metrics import score, summarise
+from crossward.evaluate.transfer import measured
 
 CLASSES = ("healthy", "nodule")
 
@@ -47,7 +48,7 @@ def make_result(names=("North", "South", "West"), **changes):
         "best_round": 3,
         "sites": sites,
         "summary": summarise(sites),
-        "cross_site": {"sites": list(names), "accuracy": matrix},
+        "cross_site": measured(names, matrix, [site["scanner"] for site in sites.values()]),
         "privacy": {"secagg": False, "dp": False, "epsilon": dict.fromkeys(names)},
         "warnings": [],
         "versions": versions(),

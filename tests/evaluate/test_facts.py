@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import crossward
 from crossward.evaluate import facts
 from crossward.evaluate.facts import finite, read_result, versions, write_result
+from crossward.evaluate.transfer import measured
 from crossward.federation.errors import BadInput, StorageFailure
 
 MINIMAL = {
@@ -148,6 +149,11 @@ def test_a_result_that_could_not_be_read_is_not_written(tmp_path):
         (json.dumps(MINIMAL | {"rounds": [3]}), "entry 1 of rounds"),
         (json.dumps(MINIMAL | {"seconds": True}), "'seconds' is of the wrong type"),
         (json.dumps(MINIMAL | {"cross_site": {"sites": ["a", "b"], "accuracy": [[1, 0]]}}), "not 2 by 2"),
+        (
+            json.dumps(MINIMAL | {"cross_site": {"sites": ["a"], "accuracy": [[1]], "domains": ["a"]}}),
+            "'LTA' is missing",
+        ),
+        (json.dumps(MINIMAL | {"cross_site": {**measured(["a"], [[1]], [""]), "domains": []}}), "one domain for each"),
     ],
 )
 def test_a_file_that_is_not_a_result_is_refused_in_plain_words(tmp_path, content, words):

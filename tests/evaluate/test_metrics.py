@@ -267,6 +267,21 @@ def test_cross_site_metrics_by_hand():
     assert facts["ATA"] == pytest.approx({"photo": 0.4, "sketch": 0.3})
     assert facts["GATA"] == pytest.approx(0.35)
     assert facts["CPRR"] == pytest.approx(0.35 / (2.2 / 3))
+    assert facts["undefined"] == {}
+
+
+def test_cross_site_gives_a_reason_for_every_undefined_figure():
+    elsewhere, at_home = (
+        "no model has a score on images of another domain",
+        "no model has a score on images of its own ",
+    )
+    only_home = cross_site([[0.5, None], [None, 0.5]], ["a", "b"])["undefined"]
+    assert only_home == dict.fromkeys(("GATA", "CPRR", "ATA[a]", "ATA[b]"), elsewhere)
+    only_away = cross_site([[None, 0.5], [0.5, None]], ["a", "b"])["undefined"]
+    assert only_away == {"LTA": f"{at_home}site", "GASA": f"{at_home}domain", "CPRR": f"{at_home}domain"}
+    never_right = cross_site([[0.0, 0.5], [0.5, 0.0]], ["a", "b"])
+    assert (never_right["GATA"], never_right["GASA"], never_right["CPRR"]) == (0.5, 0.0, None)
+    assert never_right["undefined"] == {"CPRR": "no model is ever right in its own domain"}
 
 
 def test_cross_site_with_one_domain_has_nothing_to_transfer_to():
@@ -275,5 +290,6 @@ def test_cross_site_with_one_domain_has_nothing_to_transfer_to():
     assert facts["GASA"] == pytest.approx(0.8)
     assert facts["GATA"] is None
     assert facts["CPRR"] is None
+    assert facts["undefined"] == dict.fromkeys(("GATA", "CPRR", "ATA[a]"), "there is one domain only")
     with pytest.raises(BadInput, match="does not fit 2 sites"):
         cross_site([[0.9]], ["a", "a"])

@@ -10,14 +10,18 @@ import pytest
 import torch
 from made_up_sites import CLASSES, made_up_cohort, made_up_site, made_up_split, made_up_study
 
+from crossward.federation.contract import Tensors
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.federation.storage import read_tensors
 from crossward.imaging.data import Split
 from crossward.imaging.held_out import NO_CLASS, NamedScans
-from crossward.site.deployed import deployed_models
+from crossward.site.adapt import adapt
+from crossward.site.deployed import Deployed, deployed_models
+from crossward.site.handover import Handover
 from crossward.site.inprocess import simulate
-from crossward.site.newcomer import halves, newcomer, try_newcomer
+from crossward.site.newcomer import halves, try_newcomer
+from crossward.site.study import Study
 
 
 @pytest.fixture(scope="module", params=["fedavg", "fedbn", "f2dc", "rfeddis"])
@@ -30,6 +34,10 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def shared_of(folder: Path) -> dict[str, torch.Tensor]:
     tensors = read_tensors(folder / "server" / "checkpoint.safetensors")[0]
     return {name.removeprefix("*/"): tensor for name, tensor in tensors.items()}
+
+
+def newcomer(study: Study, received: Tensors, images: Split, *, site: str) -> Deployed:
+    return adapt(study, received, images, site=site).deployed
 
 
 def test_it_works_from_the_servers_checkpoint_alone(finished: tuple[str, Path]) -> None:
@@ -106,7 +114,7 @@ def test_a_held_out_scanner_is_tried_as_a_newcomer_on_patients_that_did_not_fit_
     patients = tuple(f"patient {row // 3}" for row in range(18))
     scans = NamedScans.of_classes(replace(data.test, patients=patients), data.classes)
     spoiled = NamedScans(replace(data.test, labels=torch.full((18,), NO_CLASS)), ("empty",) * 18)
-    tried = try_newcomer(study, models, {"spoiled": spoiled, "unseen scanner": scans})
+    tried = try_newcomer(Handover(study, 2, shared_of(folder)), models, {"spoiled": spoiled, "unseen scanner": scans})
     assert tried is not None
     assert (tried["set"], tried["n_fitting"], tried["n_test"]) == ("unseen scanner", 9, 9)
     # Every patient has one scan of each class, so that the order of the hash alone decides.
@@ -118,7 +126,7 @@ def test_a_held_out_scanner_is_tried_as_a_newcomer_on_patients_that_did_not_fit_
         names = tuple(map(str, chosen))
         return Split(data.test.images[chosen], data.test.labels[chosen], names, names)
 
-    new = newcomer(study, models["birch"].model.state_dict(), part(fitting), site="unseen scanner")
+    new = newcomer(study, shared_of(folder), part(fitting), site="unseen scanner")
     assert tried["accuracy"] == pytest.approx(new.accuracy(part(rows)))
     assert tried["partners"] == {site: model.accuracy(part(rows)) for site, model in models.items()}
 
@@ -145,12 +153,12 @@ def test_too_few_scans_make_no_newcomer(finished: tuple[str, Path], patients: st
     models = deployed_models(study, {"alder": folder / "sites" / "alder"})
     split = made_up_split(len(patients), seed=0, classes=1)
     scans = NamedScans.of_classes(replace(split, patients=tuple(patients)), CLASSES)
-    assert (try_newcomer(study, models, {"unseen scanner": scans}) is not None) is tried
+    assert (try_newcomer(Handover(study, 2, shared_of(folder)), models, {"unseen scanner": scans}) is not None) is tried
 
 
 def test_without_a_set_of_known_classes_no_newcomer_is_tried(finished: tuple[str, Path]) -> None:
     method, folder = finished
     study = made_up_study(method, rounds=2)
     models = deployed_models(study, {"alder": folder / "sites" / "alder"})
-    assert try_newcomer(study, models, {}) is None
-    assert try_newcomer(study, {}, {}) is None
+    assert try_newcomer(Handover(study, 2, shared_of(folder)), models, {}) is None
+    assert try_newcomer(Handover(study, 2, {}), {}, {}) is None

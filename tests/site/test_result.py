@@ -23,6 +23,7 @@ from torch import nn
 from crossward.evaluate.facts import read_result, write_result
 from crossward.federation.storage import read_tensors
 from crossward.methods.registry import create
+from crossward.site.gathered import gathered
 from crossward.site.inprocess import Event, simulate
 
 
@@ -102,6 +103,25 @@ def test_the_deployed_file_is_the_model_that_was_scored(run: tuple[dict[str, Any
             assert result["cross_site"]["accuracy"][row][column] == pytest.approx(accuracy)
         assert result["cross_site"]["accuracy"][row][row] == pytest.approx(result["sites"][name]["accuracy"])
     assert result["cross_site"]["sites"] == list(SITES)
+
+
+def test_hospitals_with_the_same_scanner_are_one_domain_in_process_and_gathered(tmp_path: Path) -> None:
+    """The figures follow from the accuracies and the scanners; a site that names none is a domain of its own."""
+    sites = made_up_cohort().sites
+    scanners = dict(zip(SITES, ("Acme", "Acme", ""), strict=True))
+    cohort = cohort_of({name: replace(site, scanner=scanners[name]) for name, site in sites.items()})
+    study = made_up_study(rounds=1, steps=2)
+    facts = simulate(cohort, study, tmp_path / "run", jobs=1)
+    matrix = facts["cross_site"]
+    (aa, ab, ac), (ba, bb, bc), (ca, cb, cc) = matrix["accuracy"]
+    assert matrix["domains"] == ["Acme", "Acme", "cedar"]
+    assert matrix["LTA"] == pytest.approx((aa + bb + cc) / 3)
+    assert matrix["GASA"] == pytest.approx(((aa + ab) / 2 + (ba + bb) / 2 + cc) / 3)
+    assert matrix["ATA"] == pytest.approx({"Acme": (ac + bc) / 2, "cedar": (ca + cb) / 2})
+    assert matrix["GATA"] == pytest.approx(((ac + bc) / 2 + (ca + cb) / 2) / 2)
+    assert matrix["CPRR"] == pytest.approx(matrix["GATA"] / matrix["GASA"])
+    whole = gathered(facts, cohort, study, {name: tmp_path / "run" / "sites" / name for name in SITES})
+    assert whole["cross_site"] == matrix
 
 
 def test_the_deployed_model_is_that_of_the_best_round(run: tuple[dict[str, Any], Path, list[Event]]) -> None:

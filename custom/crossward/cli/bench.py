@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -54,7 +54,8 @@ def show(rows: list[dict[str, Any]], *, title: str, as_json: bool = False, markd
         return
     table = Table(title=Text(title), title_justify="left")
     for heading in rows[0]:
-        table.add_column(Text(heading), justify="right" if isinstance(rows[0][heading], int | float) else "left")
+        justify: JustifyMethod = "right" if isinstance(rows[0][heading], int | float) else "left"
+        table.add_column(Text(heading), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row.values()))
     Console().print(table)

@@ -21,6 +21,7 @@ from crossward.imaging.held_out import NamedScans
 from crossward.site.deployed import deployed_models
 from crossward.site.diagnostics import diagnose
 from crossward.site.flags import find_flags
+from crossward.site.handover import read_handover
 from crossward.site.newcomer import try_newcomer
 from crossward.site.study import Study
 
@@ -37,6 +38,7 @@ class Finished:
         held_out: sets of scans that belong to no site.
         study: what was run.
         folders: of the run at every site.
+        handover: what the run hands to a hospital that did not train; a file, or a folder that has it.
         out: folder for result.json and report.html.
     """
 
@@ -44,6 +46,7 @@ class Finished:
     held_out: Mapping[str, NamedScans]
     study: Study
     folders: Mapping[str, Path]
+    handover: Path
     out: Path
 
     def write(self, result: Mapping[str, Any], pictures: Pictures) -> None:
@@ -111,7 +114,7 @@ def _additions(run: Finished) -> Iterator[tuple[str, Addition]]:
     # Read with the first addition, so that a damaged vault costs a warning too.
     models = cache(lambda: deployed_models(run.study, run.folders))
     yield "flags", lambda: find_flags(run.cohort, models(), run.held_out)
-    yield "newcomer", lambda: (try_newcomer(run.study, models(), run.held_out), {})
+    yield "newcomer", lambda: (try_newcomer(read_handover(run.handover), models(), run.held_out), {})
     yield "diagnostics", lambda: diagnose(run.cohort, run.study, models(), seed=run.study.training.seed)
 
 

@@ -206,6 +206,6 @@ def finish(
         result["alone"] = alone(cohort, study, out / "alone")
         clock.lap("comparison")
     result["laps"] = clock.laps
-    run = Finished(cohort=cohort, held_out=held_out, study=study, folders=folders, out=out)
+    run = Finished(cohort=cohort, held_out=held_out, study=study, folders=folders, handover=out, out=out)
     conclude(screen, run, result, lap=clock.lap)
     screen.print(f"Time: {clock}")

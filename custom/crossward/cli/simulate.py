@@ -169,5 +169,5 @@ def run_study(
         # Sites that are still training would hold a normal exit up; nothing of theirs is half-written.
         os._exit(INTERRUPTED)
     folders = {name: out / "sites" / name for name in cohort.sites}
-    run = Finished(cohort=cohort, held_out=held_out, study=study, folders=folders, out=out)
+    run = Finished(cohort=cohort, held_out=held_out, study=study, folders=folders, handover=out, out=out)
     return conclude(console, run, result, closer=diagnostics)

@@ -8,7 +8,7 @@ rounded once, so the order of arrival does not show beyond float64's own roundin
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,39 +36,77 @@ class Sums:
     """Running sums of ``coefficient * value``, per slot and tensor, in float64."""
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[str, Tensor]] = {}
-        self._coefficients: dict[str, dict[str, float | Vector]] = {}
+        self._stacks: dict[str, _Stack] = {}
+        self._by_row: dict[tuple[str, str], Summed] = {}
         self._chunk = torch.empty(CHUNK_VALUES, dtype=torch.float64)
 
     def add(self, contribution: Contribution) -> None:
         """Add one site's contribution, in place and without a copy of it."""
+        together: dict[tuple[str, int], tuple[Tensor, dict[str, float]]] = {}
         for slot, shares in contribution.items():
-            values = self._values.setdefault(slot, {})
-            coefficients = self._coefficients.setdefault(slot, {})
             for name, share in shares.items():
                 if isinstance(share.coefficient, float):
-                    if name not in values:
-                        values[name] = torch.zeros(share.value.shape, dtype=torch.float64)
-                    self._add_scaled(values[name], share.value, share.coefficient)
+                    _, coefficients = together.setdefault((name, id(share.value)), (share.value, {}))
+                    coefficients[slot] = share.coefficient
                 else:
-                    product = share.value * per_row(share.coefficient, share.value)
-                    values[name] = values[name] + product if name in values else product
-                coefficients[name] = coefficients.get(name, 0.0) + share.coefficient
+                    self._add_by_row(slot, name, share.value, share.coefficient)
+        for (name, _), (value, coefficients) in together.items():
+            if name not in self._stacks:
+                self._stacks[name] = _Stack(value.shape)
+            self._stacks[name].add(value, coefficients, self._chunk)
 
-    def _add_scaled(self, total: Tensor, value: Tensor, coefficient: float) -> None:
-        """Add ``coefficient * value`` chunk by chunk: three times as fast as one mixed-precision addition."""
-        flat, values = total.view(-1), value.reshape(-1)
-        for first in range(0, values.numel(), CHUNK_VALUES):
-            part = values[first : first + CHUNK_VALUES]
-            chunk = self._chunk[: part.numel()].copy_(part)
-            flat[first : first + part.numel()].add_(chunk, alpha=coefficient)
+    def _add_by_row(self, slot: str, name: str, value: Tensor, coefficient: Vector) -> None:
+        product = value * per_row(coefficient, value)
+        before = self._by_row.get((slot, name))
+        if before is not None:
+            product, coefficient = before.value + product, before.coefficient + coefficient
+        self._by_row[slot, name] = Summed(product, coefficient)
 
     def drain(self) -> Iterator[tuple[str, str, Summed]]:
-        """Give the sums out one by one and forget each, so that the result can take its place in memory."""
-        for slot in list(self._values):
-            values, coefficients = self._values.pop(slot), self._coefficients.pop(slot)
-            for name in list(values):
-                yield slot, name, Summed(values.pop(name), coefficients.pop(name))
+        """Give the sums out one by one and forget each tensor's, so that the result can take their place in memory."""
+        for name in list(self._stacks):
+            for slot, summed in self._stacks.pop(name).items():
+                yield slot, name, summed
+        for slot, name in list(self._by_row):
+            yield slot, name, self._by_row.pop((slot, name))
+
+
+class _Stack:
+    """The sums of one tensor for all its slots, a row each.
+
+    What a site adds to them is one outer product, however many slots there are: with a slot per site they are as many
+    as there are pairs of sites.
+    """
+
+    def __init__(self, shape: torch.Size) -> None:
+        self._shape = shape
+        self._coefficients: dict[str, float] = {}
+        self._values = torch.empty(0, shape.numel(), dtype=torch.float64)
+
+    def add(self, value: Tensor, coefficients: Mapping[str, float], chunk: Tensor) -> None:
+        """Add ``coefficient * value`` to every slot, widened chunk by chunk: faster than in mixed precision."""
+        for slot, coefficient in coefficients.items():
+            self._coefficients[slot] = self._coefficients.get(slot, 0.0) + coefficient
+        slots, (rows, size) = len(self._coefficients), self._values.shape
+        if slots > rows:
+            before, self._values = self._values, torch.zeros(slots, size, dtype=torch.float64)
+            self._values[:rows] = before
+        weights = [coefficients.get(slot, 0.0) for slot in self._coefficients]
+        factors = torch.tensor(weights, dtype=torch.float64)
+        values, width = value.reshape(-1), chunk.numel()
+        for first in range(0, values.numel(), width):
+            part = values[first : first + width]
+            widened = chunk[: part.numel()].copy_(part)
+            into = self._values[:, first : first + width]
+            if len(weights) == 1:
+                into.add_(widened, alpha=weights[0])
+            else:
+                into.addr_(factors, widened)
+
+    def items(self) -> Iterator[tuple[str, Summed]]:
+        """The sum of every slot."""
+        for row, (slot, coefficient) in enumerate(self._coefficients.items()):
+            yield slot, Summed(self._values[row].view(self._shape), coefficient)
 
 
 def advance(algebra: Algebra, state: State, sums: Sums, plan: Plan, after: State) -> None:
@@ -110,9 +148,12 @@ def combine_spooled(algebra: Algebra, state: State, spooled: Sequence[Spooled], 
         after = next_state(state, plan)
         for names in batches_of_names(algebra):
             sums = Sums()
+            # One site after the other is read into the same tensors: fresh memory costs more than the reading.
+            part = {name: torch.empty(algebra.sent[name].shape) for name in names}
             for me, (entry, file) in enumerate(zip(spooled, files, strict=True)):
-                part = replace(entry.report, update={name: file.read(name) for name in names})
-                sums.add(algebra.contribute(part, plan, me))
+                for name, tensor in part.items():
+                    file.read_range(name, 0, tensor.view(-1).numpy())
+                sums.add(algebra.contribute(replace(entry.report, update=part), plan, me))
             advance(algebra, state, sums, plan, after)
         return after
 
@@ -138,15 +179,16 @@ def cosines(files: Sequence[TensorFile], names: Sequence[str], algebra: Algebra)
     """
     sites = len(files)
     gram = np.zeros((sites, sites))
-    width = max(1, PANEL_BYTES // (12 * sites))
-    buffer = np.empty((sites, width), dtype=np.float32)
+    width = max(1, PANEL_BYTES // (8 * sites))
+    narrow, wide = np.empty(width, dtype=np.float32), np.empty((sites, width))
     for name in names:
         size = algebra.sent[name].numel
         for first in range(0, size, width):
             count = min(width, size - first)
             for row, file in enumerate(files):
-                file.read_range(name, first, buffer[row, :count])
-            panel = buffer[:, :count].astype(np.float64)
+                file.read_range(name, first, narrow[:count])
+                wide[row, :count] = narrow[:count]
+            panel = wide[:, :count]
             gram += panel @ panel.T
     return normalise(gram)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
@@ -150,3 +151,11 @@ class State:
     def payload(self, site: str, *, best_round: int | None = None) -> Payload:
         """Make what this site receives; a site without personal tensors of its own gets the common start's."""
         return Payload(self.round_number, {**self.tensors, **self.personal.get(site, {})}, best_round, self.plan)
+
+    def common(self) -> dict[str, Tensor]:
+        """What a site that never trained can be given: personal tensors are the mean over the sites that have them."""
+        held: dict[str, list[Tensor]] = {}
+        for own in self.personal.values():
+            for name, tensor in own.items():
+                held.setdefault(name, []).append(tensor.double())
+        return {**self.tensors, **{name: torch.stack(each).mean(dim=0).float() for name, each in held.items()}}

@@ -219,9 +219,13 @@ class Coordinator:
 
     def best_payload(self, site: str) -> Payload:
         """What a site received, or would have received, after the best round."""
+        return self.best_state().payload(site, best_round=self.best_round)
+
+    def best_state(self) -> State:
+        """The server's side after the best round; the current one where none was scored."""
         if self.best_round is None or self.best_round == self.state.round_number:
-            return self.payload(site)
-        return self._read_state(self._best_path(self.best_round))[0].payload(site, best_round=self.best_round)
+            return self.state
+        return self._read_state(self._best_path(self.best_round))[0]
 
     def _best_path(self, number: int) -> Path:
         return self._folder / f"best-{number:04d}.safetensors"

@@ -25,6 +25,7 @@ from crossward.flare.jobs import Timing
 from crossward.flare.names import RESULT, RUN_FILES, STATISTICS
 from crossward.flare.places import run_folder, server_policy
 from crossward.flare.progress import Progress
+from crossward.site.handover import HANDOVER, write_handover
 from crossward.site.member import LOCK_PATIENCE, is_disk_full
 from crossward.site.policy import Policy
 from crossward.site.runfolder import DESCRIPTION, Busy, owned
@@ -104,6 +105,7 @@ class FederationController(Controller):
                 self._keep(progress, folder / "events.jsonl", fl_ctx)
             result = _result(study, coordinator, best, published, run=run, seconds=time.monotonic() - began)
             for place in (folder, results):
+                write_handover(place / HANDOVER, study, coordinator.best_state())
                 write_result(place / RESULT, result)
             return best
 

@@ -272,6 +272,9 @@ class Method:
     clip: ClassVar[float] = 0.0
     """Largest norm of a step's gradient where the study does not say; none if 0."""
 
+    welcomes: ClassVar[frozenset[str]] = frozenset()
+    """Extras that a hospital which did not train needs beside the shared model."""
+
     def block(self, task: Task, backbone: Backbone) -> FeatureBlock:
         """The feature block of this method, where the study does not say."""
         del task, backbone

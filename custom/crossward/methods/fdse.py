@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy import optimize
+from scipy.special import softmax
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -38,6 +39,7 @@ FLATTEST = 1e-10
 """Directions flatter than this count as this steep, so that sites with equal updates share their weight evenly."""
 
 _STATISTICS = "statistics/"
+_RUNNING = ("running_mean", "running_var")
 
 
 class Expansion(nn.Conv2d):
@@ -103,6 +105,11 @@ class DecomposedConv(nn.Module):
         mark(self.norm_dse, parameters=personal, buffers=Scope.LOCAL)
         mark(self.dse, parameters=personal, buffers=personal)
 
+    @property
+    def momentum(self) -> float:
+        """The part of a batch's statistics in the running ones."""
+        return float(getattr(self.norm_dfe, "momentum", 0.0))
+
     def forward(self, features: Tensor) -> Tensor:
         extracted = self.between(self.norm_dse(self.dfe(features)))
         erased = self.dse(extracted)
@@ -110,17 +117,11 @@ class DecomposedConv(nn.Module):
             erased = torch.cat([extracted, erased], dim=1)
         erased = erased[:, : self.channels_out]
         if self.training and torch.is_grad_enabled() and isinstance(self.norm_dfe, MapNorm) and erased.numel():
-            self.statistics = self._statistics(erased, self.norm_dfe)
+            # Mean and biased variance of the batch (Eq. 4), and the running ones before it.
+            variance, mean = torch.var_mean(erased.float(), dim=(0, 2, 3), correction=0)
+            self.statistics = torch.stack([mean, variance, *(self.norm_dfe.get_buffer(name) for name in _RUNNING)])
         out: Tensor = self.activation(self.norm_dfe(erased))
         return out
-
-    @staticmethod
-    def _statistics(erased: Tensor, norm: MapNorm) -> Tensor:
-        """Mean and biased variance of a batch (Eq. 4), and the running ones before it, [4,c]."""
-        variance, mean = torch.var_mean(erased.float(), dim=(0, 2, 3), correction=0)
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        return torch.stack([mean, variance, norm.running_mean.clone(), norm.running_var.clone()])
 
 
 def consistency(
@@ -140,7 +141,7 @@ def consistency(
         running_mean: before the batch.
         running_var: before the batch.
         global_mean: as received this round.
-        global_var: as received this round.
+        global_var: likewise.
         keep: gamma of Eq. 5, the part of the old running value that stays.
     """
     mean = keep * running_mean + (1 - keep) * batch_mean
@@ -201,21 +202,12 @@ def attention(parameters: npt.ArrayLike, tau: float) -> Vector:
     All-zero parameters have no direction: their cosine with anything counts as 0.
     """
     rows = np.asarray(parameters, dtype=np.float64)
-    return _softmax(normalise(rows @ rows.T) / tau)
-
-
-def _softmax(scores: Vector) -> Vector:
-    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    mixed: Vector = powers / powers.sum(axis=-1, keepdims=True)
-    return mixed
+    mixture: Vector = softmax(normalise(rows @ rows.T) / tau, axis=1)
+    return mixture
 
 
 class _Blockwise(Rule):
-    """A rule that treats each block of tensors by itself.
-
-    Args:
-        blocks: the tensors of every block; the plan's rows are in this order.
-    """
+    """A rule that treats each block of tensors by itself; the plan's rows are in the blocks' order."""
 
     needs: ClassVar[Needs] = "gram"
 
@@ -258,15 +250,14 @@ class ConsensusMaximisation(_Blockwise):
 
 
 def _weights_of_moved(cosines: Vector) -> Vector:
-    moved = np.flatnonzero(np.diagonal(cosines) > 0)
-    weights = np.zeros(len(cosines))
+    weights, moved = np.zeros(len(cosines)), np.flatnonzero(np.diagonal(cosines))
     if len(moved):
         weights[moved] = consensus_weights(cosines[np.ix_(moved, moved)])
     return weights
 
 
 class SimilarityAware(_Blockwise):
-    """Every site of the cohort gets the sum over sites k of A_jk * parameters_k, in a slot of its own (Eq. 9)."""
+    """Site j of the cohort gets the sum over k of A_jk * parameters_k, in a slot of its own (Eq. 9)."""
 
     def __init__(self, blocks: Mapping[str, Sequence[str]], *, tau: float) -> None:
         super().__init__(blocks)
@@ -274,7 +265,7 @@ class SimilarityAware(_Blockwise):
 
     def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
         del totals
-        return {"attention": np.stack([_softmax(gram[block] / self._tau) for block in self._blocks])}
+        return {"attention": np.stack([softmax(gram[block] / self._tau, axis=1) for block in self._blocks])}
 
     def coefficients(
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
@@ -337,14 +328,14 @@ class FDSE(Method):
     ghost: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.consistency < math.inf:
-            raise BadInput(f"fdse: consistency is {self.consistency}, and must be a finite number that is not negative")
-        if not math.isfinite(self.beta):
-            raise BadInput(f"fdse: beta is {self.beta}, and must be a finite number")
-        if not 0 < self.tau < math.inf:
-            raise BadInput(f"fdse: tau is {self.tau}, and must be a finite number above 0")
-        if self.factor < 2:
-            raise BadInput(f"fdse: factor is {self.factor}, and must be at least 2")
+        for option, fits, wanted in (
+            ("consistency", 0 <= self.consistency < math.inf, "a finite number that is not negative"),
+            ("beta", math.isfinite(self.beta), "a finite number"),
+            ("tau", 0 < self.tau < math.inf, "a finite number above 0"),
+            ("factor", self.factor >= 2, "at least 2"),
+        ):
+            if not fits:
+                raise BadInput(f"fdse: {option} is {getattr(self, option)}, and must be {wanted}")
 
     def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
         def layer(shape: LayerShape) -> Sequence[nn.Module]:
@@ -393,8 +384,8 @@ class FDSE(Method):
 
     def adaptable(self, model: Model) -> Sequence[str]:
         """The DSE modules (Sec. 5.4)."""
-        parts = [(f"{name}.{part}", module) for name, layer in decomposed_layers(model) for part, module in _dse(layer)]
-        return [f"{name}.{parameter}" for name, module in parts for parameter, _ in module.named_parameters()]
+        owners = tuple(f"{name}.{part}." for name, _ in decomposed_layers(model) for part in ("norm_dse", "dse"))
+        return [name for name, _ in model.named_parameters() if name.startswith(owners)]
 
     def adaptation(self, model: Model, trace: Trace, context: Context) -> Tensor:
         """L_Con over all layers (Eq. 7)."""
@@ -403,23 +394,12 @@ class FDSE(Method):
         layers = dict(decomposed_layers(model))
         losses = []
         for name, (mean, variance, running_mean, running_var) in statistics.items():
-            global_mean, global_var = (context.received[f"{name}.norm_dfe.running_{kind}"] for kind in ("mean", "var"))
-            keep = 1 - _momentum(layers[name])
+            global_mean, global_var = (context.received[f"{name}.norm_dfe.{kind}"] for kind in _RUNNING)
+            keep = 1 - layers[name].momentum
             losses.append(consistency(mean, variance, running_mean, running_var, global_mean, global_var, keep))
         return (weights * torch.stack(losses)).sum()
 
 
 def _statistics_of(trace: Trace) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(_STATISTICS): noted for name, noted in trace.notes.items() if name.startswith(_STATISTICS)
-    }
-
-
-def _dse(layer: DecomposedConv) -> list[tuple[str, nn.Module]]:
-    return [("norm_dse", layer.norm_dse), ("dse", layer.dse)]
-
-
-def _momentum(layer: DecomposedConv) -> float:
-    assert isinstance(layer.norm_dfe, MapNorm)
-    assert layer.norm_dfe.momentum is not None
-    return layer.norm_dfe.momentum
+    noted = {name: tensor for name, tensor in trace.notes.items() if name.startswith(_STATISTICS)}
+    return {name.removeprefix(_STATISTICS): tensor for name, tensor in noted.items()}

@@ -37,7 +37,6 @@ from crossward.methods.base import (
     HeadFactory,
     Method,
     Model,
-    Prediction,
     SoftmaxHead,
     Task,
     Trace,
@@ -79,12 +78,7 @@ class StyleAwareNorm(nn.Module):
 
 
 def semantic_contrast(
-    semantic: Tensor,
-    style: Tensor,
-    labels: Tensor,
-    class_prototypes: Tensor,
-    style_prototypes: Tensor,
-    tau: float,
+    semantic: Tensor, style: Tensor, labels: Tensor, class_prototypes: Tensor, style_prototypes: Tensor, tau: float
 ) -> Tensor:
     """SemCL (Eq. 11), per sample: near the prototype of its class, far from all others, its style, and the mean style.
 
@@ -98,17 +92,11 @@ def semantic_contrast(
     """
     known = class_prototypes.abs().sum(dim=1) > 0
     near = _cosines(semantic, class_prototypes).masked_fill(~known, -math.inf)
-    logits = torch.cat([near, _own_cosine(semantic, style), _cosines(semantic, _centre(style_prototypes))], dim=1) / tau
-    return _contrast(logits, labels, counts=known[labels])
+    return _contrast(near, semantic, style, style_prototypes, tau, labels, counts=known[labels])
 
 
 def style_contrast(
-    style: Tensor,
-    semantic: Tensor,
-    group: int,
-    style_prototypes: Tensor,
-    class_prototypes: Tensor,
-    tau: float,
+    style: Tensor, semantic: Tensor, group: int, style_prototypes: Tensor, class_prototypes: Tensor, tau: float
 ) -> Tensor:
     """StyCL (Eq. 13), per sample: near its group's style, far from the others', its semantics, and the mean class.
 
@@ -120,19 +108,9 @@ def style_contrast(
         class_prototypes: G, [K,d]; rows of zeros are left out of the mean.
         tau: temperature.
     """
-    logits = (
-        torch.cat(
-            [
-                _cosines(style, style_prototypes),
-                _own_cosine(style, semantic),
-                _cosines(style, _centre(class_prototypes)),
-            ],
-            dim=1,
-        )
-        / tau
-    )
     labels = torch.full((len(style),), group, device=style.device)
-    return _contrast(logits, labels, counts=torch.ones_like(labels, dtype=torch.bool))
+    near = _cosines(style, style_prototypes)
+    return _contrast(near, style, semantic, class_prototypes, tau, labels, counts=torch.ones_like(labels) > 0)
 
 
 def decoupling(semantic: Tensor, style: Tensor) -> Tensor:
@@ -149,18 +127,28 @@ def _cosines(vectors: Tensor, prototypes: Tensor) -> Tensor:
     return functional.normalize(vectors, dim=1) @ functional.normalize(prototypes, dim=1).T
 
 
-def _own_cosine(one: Tensor, other: Tensor) -> Tensor:
-    return functional.cosine_similarity(one, other, dim=1).unsqueeze(1)
-
-
 def _centre(prototypes: Tensor) -> Tensor:
     """The mean of the prototypes that are known, [1,d]."""
     known = (prototypes.abs().sum(dim=1, keepdim=True) > 0).to(prototypes.dtype)
     return (known * prototypes).sum(dim=0, keepdim=True) / known.sum().clamp_min(1)
 
 
-def _contrast(logits: Tensor, labels: Tensor, *, counts: Tensor) -> Tensor:
-    """Cross-entropy of the samples that count, and 0 for the others."""
+def _contrast(
+    near: Tensor, own: Tensor, other: Tensor, others: Tensor, tau: float, labels: Tensor, *, counts: Tensor
+) -> Tensor:
+    """Cross-entropy against prototypes, the sample's feature of the other kind, and the centre of that kind.
+
+    Args:
+        near: cosines to the prototypes of the same kind.
+        own: features.
+        other: features of the other kind.
+        others: prototypes of the other kind.
+        tau: temperature.
+        labels: the prototype that each sample belongs to.
+        counts: samples that have one; the others lose nothing.
+    """
+    between = functional.cosine_similarity(own, other, dim=1).unsqueeze(1)
+    logits = torch.cat([near, between, _cosines(own, _centre(others))], dim=1) / tau
     loss = torch.logsumexp(logits, dim=1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     return torch.where(counts, loss, torch.zeros_like(loss))
 
@@ -191,11 +179,7 @@ def groups_by_cosine(cosines: Vector) -> npt.NDArray[np.int64]:
 
 
 class HeldPrototypes(Rule):
-    """Class prototypes: the mean over the sites that hold a class (Eq. 4); one that too few hold keeps its last value.
-
-    Args:
-        holders: how many sites must hold a class.
-    """
+    """Class prototypes: the mean over the sites that hold a class (Eq. 4); one with too few keeps its last value."""
 
     needs: ClassVar[Needs] = "totals"
 
@@ -276,27 +260,19 @@ class TwoEncoders(Model):
         return self.style.pool(self.style(images))
 
 
-class PrototypeHead(Head):
+class PrototypeHead(SoftmaxHead):
     """Answers by the nearest class prototype, as SemCL trains the features to: for a hospital without a classifier."""
 
     def __init__(self, prototypes: Tensor, *, tau: float) -> None:
-        super().__init__()
-        self.prototypes = nn.Parameter(prototypes.clone(), requires_grad=False)
+        classes, features = prototypes.shape
+        super().__init__(features, classes)
+        self.linear.weight.data.copy_(prototypes)
         self._tau = tau
-        mark(self, parameters=Scope.SHARED, buffers=Scope.BUFFER)
 
     def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
         del notes
-        known = self.prototypes.abs().sum(dim=1) > 0
-        return (_cosines(pooled, self.prototypes) / self._tau).masked_fill(~known, -math.inf)
-
-    def terms(self, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
-        del context
-        return {"cross_entropy": functional.cross_entropy(trace.logits, batch.labels, reduction="none")}
-
-    def predict(self, trace: Trace) -> Prediction:
-        probabilities = trace.logits.float().softmax(dim=1)
-        return Prediction(probabilities, 1 - probabilities.amax(dim=1), trace.pooled.float())
+        known = self.linear.weight.abs().sum(dim=1) > 0
+        return (_cosines(pooled, self.linear.weight) / self._tau).masked_fill(~known, -math.inf)
 
 
 @register
@@ -321,6 +297,7 @@ class FedCode(Method):
     title: ClassVar[str] = "Contrastive feature decoupling"
     normalisation: ClassVar[str] = "the semantic encoder's averaged with its statistics; the style encoder's local"
     clip: ClassVar[float] = 10.0
+    welcomes: ClassVar[frozenset[str]] = frozenset({SEMANTIC})
 
     alpha: float = 20.0
     beta: float = 1.0
@@ -335,10 +312,9 @@ class FedCode(Method):
 
     def __post_init__(self) -> None:
         for option in ("alpha", "beta", "semantic", "style"):
-            if not 0 <= getattr(self, option) < math.inf:
-                raise BadInput(
-                    f"fedcode: {option} is {getattr(self, option)}, and must be a finite number that is not negative"
-                )
+            value = getattr(self, option)
+            if not 0 <= value < math.inf:
+                raise BadInput(f"fedcode: {option} is {value}, and must be a finite number that is not negative")
         if not 0 < self.tau < math.inf:
             raise BadInput(f"fedcode: tau is {self.tau}, and must be a finite number above 0")
         if self.holders < 1:

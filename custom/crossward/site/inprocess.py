@@ -26,6 +26,7 @@ from crossward.federation.errors import (
 from crossward.imaging.data import Cohort
 from crossward.site.devices import Device
 from crossward.site.figures import cross_site_of, facts_of, figures_of, nbytes, share
+from crossward.site.handover import HANDOVER, write_handover
 from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant
 from crossward.site.runfolder import claim, owned
 from crossward.site.study import Study
@@ -179,6 +180,7 @@ class _Run:
         names = list(coordinator.sites)
         tallies = list(pool.map(lambda name: self._participants[name].receive(coordinator.payload(name)), names))
         score = coordinator.assess(tallies)
+        coordinator.keep_best()
         facts = coordinator.history[-1]["sites"]
         for name, tally in zip(names, tallies, strict=True):
             facts[name]["val_accuracy"] = share(tally, VALIDATION_CORRECT)
@@ -190,6 +192,7 @@ class _Run:
         best = coordinator.best_round or coordinator.state.round_number
         names = list(coordinator.sites)
         sites = dict(zip(names, pool.map(lambda name: self._participants[name].finish(best), names), strict=True))
+        write_handover(self._folder / "server" / HANDOVER, study, coordinator.best_state())
         options = study.options()
         return {
             "method": study.method.name,

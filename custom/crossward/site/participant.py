@@ -158,6 +158,13 @@ class Participant:
                     f"{self.name}, round {payload.round_number}: the server's model lacks '{name}', or has it in "
                     "another shape than the study declares"
                 )
+        for name, extra in self._algebra.extras.items():
+            # The server may have made more rows of it, or fewer, but not another kind of vector.
+            if name in payload.tensors and payload.tensors[name].shape[1:] != torch.Size(extra.shape[1:]):
+                raise PrivacyRefusal(
+                    f"{self.name}, round {payload.round_number}: the server sent '{name}' in another shape than the "
+                    "study declares"
+                )
         local = self.vault.local(before=payload.round_number + 1)
         own = {name: tensor for name, tensor in payload.tensors.items() if name in self._algebra.layout}
         self._load({**self._start, **local, **own})

@@ -96,7 +96,10 @@ def check_same(folder: Path, study: Study, cohort: Cohort) -> None:
     Raises:
         BadInput: with the first option that differs.
     """
-    for name, old, new in _differences(read_json(folder / DESCRIPTION), _description(study, cohort), ""):
+    before = read_json(folder / DESCRIPTION)
+    # An earlier version had fewer options: what it did not name is as if left at its default.
+    before["options"] = Study.from_options(before["options"]).options()
+    for name, old, new in _differences(before, _description(study, cohort), ""):
         raise BadInput(
             f"{folder} was run with {name} = {old} and not {new}; use the same options and data, or another --out"
         )

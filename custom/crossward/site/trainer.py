@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Literal, get_args
@@ -176,14 +176,25 @@ def _steps(split: Split, context: Context, training: Training, device: Device) -
     return islice(endless, training.steps) if training.steps else endless
 
 
-def refreshed(model: Model, split: Split, *, device: Device, seed: int) -> Model:
+def refreshed(model: Model, split: Split, *, device: Device, seed: int, keep: Collection[str] = frozenset()) -> Model:
     """Copy a model and estimate its BatchNorm statistics anew from a site's own images, without labels.
 
     Averaged weights fit nobody's running statistics. One pass with cumulative averages gives the site statistics
     of the very weights it received. A model without BatchNorm, or a site with less than two images, gets a plain copy.
+
+    Args:
+        model: to copy.
+        split: the site's images.
+        device: where to compute.
+        seed: decides the order of the images.
+        keep: names of layers whose statistics stay as they are.
     """
     model = copy.deepcopy(model).eval()
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats and name not in keep
+    ]
     if not layers or len(split) < 2:
         return model
     momenta = [layer.momentum for layer in layers]

@@ -1,0 +1,213 @@
+"""A new hospital without labels fits a trained federation's model to its own images, stage by stage.
+
+Every method's model gets the hospital's own statistics. A method with parts made to be fitted without labels (FDSE's
+skew erasers, Sec. 5.4) then trains those, and nothing else, on its own label-free loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from crossward.federation.contract import Tensors
+from crossward.federation.errors import BadInput, SiteFailure
+from crossward.federation.scopes import Scope, layout_of, names_in
+from crossward.federation.seeds import derive
+from crossward.imaging.data import Split, batches
+from crossward.methods.base import Context, Method, Model
+from crossward.site.deployed import Deployed
+from crossward.site.devices import Device
+from crossward.site.study import Study
+from crossward.site.trainer import refreshed
+
+EPOCHS = 10
+AS_RECEIVED, OWN_STATISTICS = "as received", "own statistics"
+ADAPTED, ADAPTED_OWN = "adapted", "adapted, own statistics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """What a new hospital made of the federation's model.
+
+    Attributes:
+        stages: models by name, from the one as received to the last. "as received" has the federation's statistics
+            wherever it shares any, and the hospital's own elsewhere.
+        losses: label-free loss by epoch; empty where the method has none.
+        distance: the same loss on all images before and after, without the running average that training smooths it by.
+    """
+
+    stages: dict[str, Deployed]
+    losses: list[float] = field(default_factory=list)
+    distance: tuple[float, float] | None = None
+
+    @property
+    def deployed(self) -> Deployed:
+        """The model to use: the last stage."""
+        return next(reversed(self.stages.values()))
+
+
+def adapt(
+    study: Study,
+    received: Tensors,
+    images: Split,
+    *,
+    site: str,
+    epochs: int = EPOCHS,
+    learning_rate: float | None = None,
+    listen: Callable[[int, float], None] = lambda epoch, loss: None,
+) -> Adapted:
+    """Fit what the federation hands over to a hospital's images; their labels are not looked at.
+
+    Args:
+        study: what was run.
+        received: what the federation hands over.
+        images: of the hospital.
+        site: its name.
+        epochs: passes over the images where the method has parts to fit.
+        learning_rate: of these; that of the study's first round if not given.
+        listen: called with every epoch's number and mean loss.
+
+    Raises:
+        BadInput: the model does not fit the study, or there are fewer than two images.
+        SiteFailure: the loss is not finite any more.
+    """
+    if len(images) < 2:
+        raise BadInput(f"{site}: {len(images)} image(s) have no statistics to fit a model to; give two or more")
+    model, device = welcomed(study, received, site=site)
+    method, seed = study.method, study.training.seed
+    shared = _shared_statistics(model)
+
+    def stage(fitted: Model, *, own: bool) -> Deployed:
+        order = derive(seed, site, "refresh")
+        keep = frozenset() if own else shared
+        return Deployed(site, refreshed(fitted, images, device=device, seed=order, keep=keep), method, device)
+
+    stages = {AS_RECEIVED: stage(model, own=False)} if shared else {}
+    stages[OWN_STATISTICS] = stage(model, own=True)
+    if not method.adaptable(model):
+        return Adapted(stages=stages)
+    context = Context(site, study.task.rounds, study.task.rounds, _on(device, received), torch.Generator(device.kind))
+    fitting = _Fitting(method, images, context, device, study.training.batch_size, seed)
+    before = fitting.distance(model)
+    rate = study.training.learning_rate if learning_rate is None else learning_rate
+    losses = fitting.run(model, epochs=epochs, learning_rate=rate, listen=listen)
+    stages[ADAPTED_OWN] = stage(model, own=True)
+    stages[ADAPTED] = stage(model, own=False)
+    return Adapted(stages=stages, losses=losses, distance=(before, fitting.distance(model)))
+
+
+def welcomed(study: Study, received: Tensors, *, site: str) -> tuple[Model, Device]:
+    """Make the model that a new hospital can use before it has labels, as yet without an image of its own.
+
+    Parts that never leave a site are left out where the method can do without them (RFedDis's local head, F2DC's
+    modules, FedCode's classifier); normalisation that stays local is taken from the common start.
+
+    Returns:
+        The model, and the device it is on.
+    """
+    model = study.model()
+    layout = layout_of(model)
+    names = names_in(layout, *(scope for scope in Scope if scope.leaves))
+    if not names:
+        raise BadInput(f"{study.method.name} shares no model, so there is none for {site}; choose a federated method")
+    for name in names:
+        if name not in received or tuple(received[name].shape) != layout[name].shape:
+            raise BadInput(
+                f"the model for {site} lacks '{name}', or has it in another shape; give the study's own model"
+            )
+    model.load_state_dict({**model.state_dict(), **{name: received[name] for name in names}})
+    study.method.welcome(model, received)
+    return model, Device.best().take(model)
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """Trains a method's adaptable parameters on its label-free loss."""
+
+    method: Method
+    images: Split
+    context: Context
+    device: Device
+    batch_size: int
+    seed: int
+
+    def run(
+        self, model: Model, *, epochs: int, learning_rate: float, listen: Callable[[int, float], None]
+    ) -> list[float]:
+        """Train in place; everything but the adaptable parameters is as before, statistics included."""
+        chosen = set(self.method.adaptable(model))
+        parameters = [parameter for name, parameter in model.named_parameters() if name in chosen]
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        optimiser = torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+        losses = []
+        for epoch in range(1, epochs + 1):
+            losses.append(self._epoch(model, parameters, optimiser, epoch))
+            listen(epoch, losses[-1])
+        for parameter, before in trainable.items():
+            parameter.requires_grad_(before)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return losses
+
+    def _epoch(
+        self, model: Model, parameters: list[nn.Parameter], optimiser: torch.optim.Optimizer, epoch: int
+    ) -> float:
+        model.train()
+        total, count = 0.0, 0
+        for images in self._batches(epoch):
+            optimiser.zero_grad(set_to_none=True)
+            with self.device.autocast():
+                loss = self.method.adaptation(model, model(images), self.context)
+            if not torch.isfinite(loss):
+                raise SiteFailure(
+                    site=self.context.site,
+                    round_number=self.context.round_number,
+                    cause=f"the label-free loss is not a finite number any more in epoch {epoch}",
+                    remedy="Lower --lr; the federation's model is as it was",
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(parameters, self.method.clip or math.inf)
+            optimiser.step()
+            total, count = total + float(loss.detach()) * len(images), count + len(images)
+        return total / count
+
+    def distance(self, model: Model) -> float:
+        """The loss of every batch by itself, averaged over all images."""
+        model = copy.deepcopy(model).train()
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.momentum = 1.0
+        total, count = 0.0, 0
+        for images in self._batches(0):
+            total += float(self.method.adaptation(model, model(images), self.context).detach()) * len(images)
+            count += len(images)
+        return total / count
+
+    def _batches(self, epoch: int) -> list[torch.Tensor]:
+        size = min(self.batch_size, len(self.images))
+        order = derive(self.seed, self.context.site, "adapt", epoch)
+        loader = batches(self.images, batch_size=size, seed=order, drop_last=True)
+        return [self.device.images(images) for images, _ in loader]
+
+
+def _shared_statistics(model: Model) -> frozenset[str]:
+    """The layers whose statistics come from the federation."""
+    layout = layout_of(model)
+    return frozenset(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and layout[f"{name}.running_mean"].scope is Scope.BUFFER
+    )
+
+
+def _on(device: Device, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device.kind) for name, tensor in tensors.items()}
