@@ -47,6 +47,8 @@ from crossward.methods.fedcode import (
 )
 from crossward.methods.rfeddis import EvidentialHeads
 from crossward.nets.layers import Norm, is_normalisation
+from crossward.site.adapt import adapt
+from crossward.site.handover import read_handover
 from crossward.site.inprocess import simulate
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -1210,8 +1212,20 @@ def test_a_class_without_a_prototype_is_never_the_answer() -> None:
     assert not answer[:, 1].any()
     torch.testing.assert_close(answer.sum(1), torch.ones(4))
     assert isinstance(model.head, PrototypeHead)
-    assert not any(parameter.requires_grad for parameter in model.head.parameters())
-    assert {name for name in layout_of(model) if name.startswith("head.")} == {"head.prototypes"}
+    assert set(scopes_of(model, "head").values()) == {Scope.SHARED}
+
+
+def test_a_hospital_is_welcomed_the_same_way_twice_and_no_random_number_is_drawn() -> None:
+    states = []
+    before = torch.get_rng_state()
+    for _ in range(2):
+        method, model = built()
+        method.welcome(model, received())
+        states.append(model.state_dict())
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_prototypes_there_is_nothing_to_answer_by() -> None:
@@ -1363,6 +1377,14 @@ def test_a_run_of_three_rounds_repeats_and_keeps_style_and_classifier_at_their_s
     local = read_tensors(tmp_path / "one" / "sites" / "alder" / "vault" / "local-0003.safetensors")[0]
     assert {name.split(".")[0] for name in local} == {"backbone", "style", "head"}
     assert {name for name in local if name.startswith("backbone.") and "num_batches_tracked" not in name} == set()
+
+    handover = read_handover(tmp_path / "one")
+    assert set(handover.tensors) == {name for name, spec in layout.items() if spec.scope.leaves} | {"prototypes"}
+    data = made_up_cohort().sites["cedar"]
+    answer = adapt(study, handover.tensors, data.train, site="elsewhere").deployed.answer(data.test)
+    nearest = functional.normalize(answer.features) @ functional.normalize(handover.tensors["prototypes"]).T
+    assert torch.equal(answer.probabilities.argmax(1), nearest.argmax(1))
+    torch.testing.assert_close(answer.probabilities, (nearest / 0.5).softmax(1))
 
 
 def test_in_a_run_with_partial_participation_who_was_absent_has_no_style_contrast(tmp_path: Path, seen: Seen) -> None:

@@ -81,9 +81,11 @@ def in_own_process(variant: Variant, sites: int, *, depth: int, width: float, re
 def measure(variant: Variant, sites: int, *, depth: int, width: float, repeats: int) -> dict[str, Any]:
     """Combine made-up reports of so many sites with the method's own rules, in turns with a plain average.
 
-    Memory is the peak of the first time above an idle server that holds the model. The yardstick is FedAvg's model at
-    the same depth and width: its average in numpy is the time, and its size one of the two units of memory; the other
-    is what a site of this method sends.
+    A first turn gives the memory, the peak above an idle server that holds the model, and its time is not counted: the
+    system then finds memory for the spool. The yardstick is FedAvg's model at the same depth and width: its average in
+    numpy is that of time, its size one of two units of memory; the other unit is what a site of this method sends.
+
+    Seconds are the processor's, which other programs on a busy machine do not lengthen as they do the time that passes.
     """
     torch.set_num_threads(1)
     task = Task(classes=("a", "b"), channels=1, size=32, rounds=1, depth=depth, width=width)
@@ -93,11 +95,13 @@ def measure(variant: Variant, sites: int, *, depth: int, width: float, repeats: 
     if not own:
         raise BadInput(f"{variant.text} sends nothing, so there is nothing to combine")
     reports, plain_reports = MadeReports(algebra, sites), MadeReports(plain, sites)
-    idle, peak = _reset_peak(), 0
+    combine = _streamed if algebra.streams else _spooled
+    idle = _reset_peak()
+    combine(algebra, state, reports)
+    peak = _status("VmHWM")
     ours, numpys = [], []
     for _ in range(repeats):
-        ours.append(_streamed(algebra, state, reports) if algebra.streams else _spooled(algebra, state, reports))
-        peak = peak or _status("VmHWM")
+        ours.append(combine(algebra, state, reports))
         numpys.append(_plain_average(plain, plain_reports))
     return {
         "method": variant.text,
@@ -126,14 +130,14 @@ def _streamed(algebra: Algebra, state: State, reports: MadeReports) -> float:
     plan = algebra.plan(1, [f"site-{site}" for site in range(len(reports))], {}, {})
     for site in range(len(reports)):
         report = reports[site]
-        began = time.perf_counter()
+        began = time.process_time()
         sums.add(algebra.contribute(report, plan, site))
-        seconds += time.perf_counter() - began
+        seconds += time.process_time() - began
         del report
-    began = time.perf_counter()
+    began = time.process_time()
     after = next_state(state, plan)
     advance(algebra, state, sums, plan, after)
-    return seconds + time.perf_counter() - began
+    return seconds + time.process_time() - began
 
 
 def _spooled(algebra: Algebra, state: State, reports: MadeReports) -> float:
@@ -144,13 +148,13 @@ def _spooled(algebra: Algebra, state: State, reports: MadeReports) -> float:
         spooled = []
         for site in range(len(reports)):
             report = reports[site]
-            began = time.perf_counter()
+            began = time.process_time()
             spooled.append(spool(folder, report))
-            seconds += time.perf_counter() - began
+            seconds += time.process_time() - began
             del report
-        began = time.perf_counter()
+        began = time.process_time()
         combine_spooled(algebra, state, spooled, 1)
-        return seconds + time.perf_counter() - began
+        return seconds + time.process_time() - began
     finally:
         shutil.rmtree(folder)
 
@@ -164,16 +168,16 @@ def _plain_average(algebra: Algebra, reports: MadeReports) -> float:
         report = reports[site]
         arrays = {name: tensor.numpy() for name, tensor in report.update.items()}
         count = np.float32(report.tally[SAMPLES].item())
-        began = time.perf_counter()
+        began = time.process_time()
         for name, array in arrays.items():
             total[name] += count * array
         samples += count
-        seconds += time.perf_counter() - began
+        seconds += time.process_time() - began
         del report, arrays
-    began = time.perf_counter()
+    began = time.process_time()
     for array in total.values():
         array /= samples
-    return seconds + time.perf_counter() - began
+    return seconds + time.process_time() - began
 
 
 def _reset_peak() -> int:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import crossward
-from crossward.cli import bench, data, job, job_simulator, methods, poc, provision, report, simulate
+from crossward.cli import adapt, bench, data, job, job_simulator, methods, poc, provision, report, simulate
 from crossward.federation.errors import CrosswardError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("methods")(methods.methods)
 app.command("simulate")(simulate.simulate)
 app.command("poc")(poc.poc)
+app.command("adapt")(adapt.adapt)
 app.command("report")(report.report)
 app.command("provision")(provision.provision)
 job.app.command("simulator")(job_simulator.simulator)

@@ -92,7 +92,6 @@ class _Stack:
             before, self._values = self._values, torch.zeros(slots, size, dtype=torch.float64)
             self._values[:rows] = before
         weights = [coefficients.get(slot, 0.0) for slot in self._coefficients]
-        factors = torch.tensor(weights, dtype=torch.float64)
         values, width = value.reshape(-1), chunk.numel()
         for first in range(0, values.numel(), width):
             part = values[first : first + width]
@@ -101,7 +100,7 @@ class _Stack:
             if len(weights) == 1:
                 into.add_(widened, alpha=weights[0])
             else:
-                into.addr_(factors, widened)
+                into.addr_(torch.tensor(weights, dtype=torch.float64), widened)
 
     def items(self) -> Iterator[tuple[str, Summed]]:
         """The sum of every slot."""
@@ -152,7 +151,7 @@ def combine_spooled(algebra: Algebra, state: State, spooled: Sequence[Spooled], 
             part = {name: torch.empty(algebra.sent[name].shape) for name in names}
             for me, (entry, file) in enumerate(zip(spooled, files, strict=True)):
                 for name, tensor in part.items():
-                    file.read_range(name, 0, tensor.view(-1).numpy())
+                    file.read_into(name, tensor)
                 sums.add(algebra.contribute(replace(entry.report, update=part), plan, me))
             advance(algebra, state, sums, plan, after)
         return after

@@ -209,8 +209,23 @@ class TensorFile:
         """Read one tensor whole."""
         entry = self._entries[name]
         tensor = torch.empty(entry["shape"], dtype=_TORCH_DTYPES[entry["dtype"]])
-        self._fill(name, entry["data_offsets"][0], _bytes_of(tensor))
+        self.read_into(name, tensor)
         return tensor
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Read one tensor whole into memory that is there already.
+
+        Raises:
+            StorageFailure: it is of another shape or kind, or the file ends early.
+        """
+        entry = self._entries[name]
+        if list(tensor.shape) != entry["shape"] or _DTYPES[tensor.dtype] != entry["dtype"]:
+            raise StorageFailure(
+                f"{self._path}: tensor '{name}' is {entry['dtype']} of shape {entry['shape']}, "
+                f"not {_DTYPES[tensor.dtype]} of shape {list(tensor.shape)}"
+            )
+        # view, not reshape: of a tensor that is not contiguous the latter would fill a copy.
+        self._fill(name, entry["data_offsets"][0], tensor.view(-1).view(torch.uint8).numpy().data)
 
     def read_range(self, name: str, first: int, into: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """Fill ``into`` with the flattened values of a float32 tensor, from index ``first`` on."""

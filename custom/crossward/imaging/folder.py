@@ -144,12 +144,12 @@ def _find(site: str, hospital: Path, name: str, line: int) -> Path:
 def _read_pictures(
     site: str, files: tuple[Path, ...], rows: NDArray[np.intp], *, size: int, progress: Progress | None
 ) -> tuple[torch.Tensor, str]:
-    fit = _fit_square(size)
+    fit = fit_square(size)
 
     def picture(row: int) -> tuple[torch.Tensor, str]:
         try:
             film = read_image(files[row])
-            _check_shape(files[row], film, size)
+            check_shape(files[row], film, size)
         except BadInput as error:
             raise BadInput(f"{site}: {error}") from None
         return fit(film), film.scanner
@@ -167,13 +167,14 @@ def _read_pictures(
     return torch.stack([image.expand(channels, -1, -1) for image in pictures]), ", ".join(sorted(scanners))
 
 
-def _check_shape(file: Path, film: Film, size: int) -> None:
+def check_shape(file: Path, film: Film, size: int) -> None:
+    """Refuse a strip that would be no picture once it is shrunk to the size."""
     height, width = film.pixels.shape[:2]
     if max(height, width) > size * min(height, width):
         raise BadInput(f"{file.name}: {height} x {width} pixels is too narrow for a picture; take it out of the list")
 
 
-def _fit_square(size: int) -> Callable[[Film], torch.Tensor]:
+def fit_square(size: int) -> Callable[[Film], torch.Tensor]:
     """A film to a [c, size, size] tensor: shrunk by area, enlarged smoothly, its shape kept by dark margins."""
     # Takes seconds to import, and packs do without it.
     from monai.transforms import Compose, EnsureChannelFirst, EnsureType, Resize, SpatialPad

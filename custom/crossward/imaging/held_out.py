@@ -96,6 +96,25 @@ def load_held_out(
     return dict(sorted(sets.items(), key=lambda entry: NO_CLASS in entry[1].split.labels))
 
 
+def load_held_out_set(
+    path: Path, *, classes: Sequence[str], size: int, channels: int, seed: int, progress: Progress | None = None
+) -> NamedScans:
+    """Reads all scans of one folder with a labels.csv; every label must be one of the classes.
+
+    Raises:
+        BadInput: with what is wrong, where, and what to do.
+    """
+    (listing,) = listings(path, sites=None, seed=seed, leave_out="give a folder of DICOM files without labels.csv")
+    unknown = sorted(set(listing.labels) - set(classes))
+    if unknown:
+        raise BadInput(
+            f"{listing.site}: the label '{unknown[0]}' is none of the study's ({', '.join(classes)}); correct "
+            "labels.csv, or take it away to go on without labels"
+        )
+    rows = np.arange(len(listing.ids), dtype=np.intp)
+    return _named_scans(listing, rows, classes=list(classes), size=size, channels=channels, progress=progress)
+
+
 def _in_words(folder: str) -> str:
     name = folder.replace("-", " ")
     if name == OWN_TEST:

@@ -7,12 +7,11 @@ skew erasers, Sec. 5.4) then trains those, and nothing else, on its own label-fr
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossward.federation.contract import Tensors
@@ -26,7 +25,8 @@ from crossward.site.devices import Device
 from crossward.site.study import Study
 from crossward.site.trainer import refreshed
 
-EPOCHS = 10
+EPOCHS = 20
+LEARNING_RATE = 1e-3
 AS_RECEIVED, OWN_STATISTICS = "as received", "own statistics"
 ADAPTED, ADAPTED_OWN = "adapted", "adapted, own statistics"
 
@@ -39,7 +39,7 @@ class Adapted:
         stages: models by name, from the one as received to the last. "as received" has the federation's statistics
             wherever it shares any, and the hospital's own elsewhere.
         losses: label-free loss by epoch; empty where the method has none.
-        distance: the same loss on all images before and after, without the running average that training smooths it by.
+        distance: the same loss over all images, before and after.
     """
 
     stages: dict[str, Deployed]
@@ -59,7 +59,7 @@ def adapt(
     *,
     site: str,
     epochs: int = EPOCHS,
-    learning_rate: float | None = None,
+    learning_rate: float = LEARNING_RATE,
     listen: Callable[[int, float], None] = lambda epoch, loss: None,
 ) -> Adapted:
     """Fit what the federation hands over to a hospital's images; their labels are not looked at.
@@ -70,7 +70,7 @@ def adapt(
         images: of the hospital.
         site: its name.
         epochs: passes over the images where the method has parts to fit.
-        learning_rate: of these; that of the study's first round if not given.
+        learning_rate: of these.
         listen: called with every epoch's number and mean loss.
 
     Raises:
@@ -88,18 +88,17 @@ def adapt(
         keep = frozenset() if own else shared
         return Deployed(site, refreshed(fitted, images, device=device, seed=order, keep=keep), method, device)
 
-    stages = {AS_RECEIVED: stage(model, own=False)} if shared else {}
-    stages[OWN_STATISTICS] = stage(model, own=True)
+    before = {AS_RECEIVED: stage(model, own=False)} if shared else {}
+    own = stage(model, own=True)
     if not method.adaptable(model):
-        return Adapted(stages=stages)
+        return Adapted(stages={**before, OWN_STATISTICS: own})
     context = Context(site, study.task.rounds, study.task.rounds, _on(device, received), torch.Generator(device.kind))
     fitting = _Fitting(method, images, context, device, study.training.batch_size, seed)
-    before = fitting.distance(model)
-    rate = study.training.learning_rate if learning_rate is None else learning_rate
-    losses = fitting.run(model, epochs=epochs, learning_rate=rate, listen=listen)
-    stages[ADAPTED_OWN] = stage(model, own=True)
-    stages[ADAPTED] = stage(model, own=False)
-    return Adapted(stages=stages, losses=losses, distance=(before, fitting.distance(model)))
+    distance = fitting.distance(model)
+    losses = fitting.run(model, epochs=epochs, learning_rate=learning_rate, listen=listen)
+    after = {ADAPTED: stage(model, own=False)} if shared else {}
+    stages = {**before, **after, OWN_STATISTICS: own, ADAPTED_OWN: stage(model, own=True)}
+    return Adapted(stages=stages, losses=losses, distance=(distance, fitting.distance(model)))
 
 
 def welcomed(study: Study, received: Tensors, *, site: str) -> tuple[Model, Device]:
@@ -147,20 +146,20 @@ class _Fitting:
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
-        optimiser = torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+        # The loss is a square of differences that are small to begin with: steps must not depend on its scale.
+        optimiser = torch.optim.Adam(parameters, lr=learning_rate)
         losses = []
-        for epoch in range(1, epochs + 1):
-            losses.append(self._epoch(model, parameters, optimiser, epoch))
-            listen(epoch, losses[-1])
+        with _without_memory(model):
+            for epoch in range(1, epochs + 1):
+                losses.append(self._epoch(model, optimiser, epoch))
+                listen(epoch, losses[-1])
         for parameter, before in trainable.items():
             parameter.requires_grad_(before)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
         return losses
 
-    def _epoch(
-        self, model: Model, parameters: list[nn.Parameter], optimiser: torch.optim.Optimizer, epoch: int
-    ) -> float:
+    def _epoch(self, model: Model, optimiser: torch.optim.Optimizer, epoch: int) -> float:
         model.train()
         total, count = 0.0, 0
         for images in self._batches(epoch):
@@ -175,21 +174,18 @@ class _Fitting:
                     remedy="Lower --lr; the federation's model is as it was",
                 )
             loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(parameters, self.method.clip or math.inf)
             optimiser.step()
             total, count = total + float(loss.detach()) * len(images), count + len(images)
         return total / count
 
     def distance(self, model: Model) -> float:
-        """The loss of every batch by itself, averaged over all images."""
+        """The loss of every batch, averaged over all images."""
         model = copy.deepcopy(model).train()
-        for module in model.modules():
-            if isinstance(module, _BatchNorm):
-                module.momentum = 1.0
         total, count = 0.0, 0
-        for images in self._batches(0):
-            total += float(self.method.adaptation(model, model(images), self.context).detach()) * len(images)
-            count += len(images)
+        with _without_memory(model):
+            for images in self._batches(0):
+                total += float(self.method.adaptation(model, model(images), self.context).detach()) * len(images)
+                count += len(images)
         return total / count
 
     def _batches(self, epoch: int) -> list[torch.Tensor]:
@@ -197,6 +193,21 @@ class _Fitting:
         order = derive(self.seed, self.context.site, "adapt", epoch)
         loader = batches(self.images, batch_size=size, seed=order, drop_last=True)
         return [self.device.images(images) for images, _ in loader]
+
+
+@contextmanager
+def _without_memory(model: Model) -> Iterator[None]:
+    """Let running statistics be those of the last batch.
+
+    Averaged over batches they lag behind parameters that move, and a loss on them drives the parameters past their aim.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 1.0
+    yield
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
 
 
 def _shared_statistics(model: Model) -> frozenset[str]:
