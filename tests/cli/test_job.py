@@ -63,8 +63,8 @@ def test_export_takes_the_options_of_a_study(crossward: Command, tmp_path: Path)
     options = read_study(out).options()
     assert options["options"] == {"mu": 0.5}
     assert options["task"] == {
-        "classes": ["b", "a"], "channels": 3, "size": 48, "rounds": 3, "seed": 8, "depth": 18, "width": 0.5,
-        "norm": "group",
+        "classes": ["b", "a"], "channels": 3, "size": 48, "rounds": 3, "seed": 8, "net": "resnet", "depth": 18,
+        "width": 0.5, "norm": "group",
     }  # fmt: skip
     training = options["training"]
     assert (training["epochs"], training["steps"], training["batch_size"], training["seed"]) == (4, 5, 6, 8)

@@ -15,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.standins import (
+    TAU,
+    Attention,
     Shapes,
     assert_close,
     assert_identical,
@@ -24,13 +26,15 @@ from tests.standins import (
     random_tensor,
     report_of,
     run_round,
+    softmax,
 )
 
 from crossward.federation import combine
 from crossward.federation.algebra import Algebra, total
 from crossward.federation.combine import Sums, batches_of_names, combine_spooled, cosines, normalise, spool
-from crossward.federation.contract import ALL, Needs, Report, Share, State, Tally, Vector
+from crossward.federation.contract import ALL, SAMPLES, Needs, Report, Share, State, Tally, Vector
 from crossward.federation.coordinator import Coordinator
+from crossward.federation.errors import StorageFailure
 from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, TensorSpec
 from crossward.federation.storage import TensorFile, write_tensors
@@ -226,6 +230,22 @@ def test_cosines_equal_plain_numpy_however_small_the_panel(
     assert np.diagonal(gram).tolist() == [1.0] * min(idle, count) + [0.0] * max(0, count - idle)
 
 
+def test_cosines_of_a_tensor_of_many_panels_do_not_show_what_was_in_the_panel_before(tmp_path: Path) -> None:
+    # One buffer serves all panels and tensors: a short panel must not see the end of a long one.
+    rng = np.random.default_rng(4)
+    algebra = mean_algebra({"long": (103,), "short": (3,)})
+    reports = [random_report(algebra, random_start(algebra, rng), f"s{number}", rng) for number in range(7)]
+    files = [TensorFile(spool(tmp_path, report).path) for report in reports]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combine, "PANEL_BYTES", 8 * 7 * 10)
+        for names in (["long"], ["short"], ["long", "short"], ["short", "long"]):
+            rows = np.stack([np.concatenate([report.update[name].double() for name in names]) for report in reports])
+            rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+            np.testing.assert_allclose(cosines(files, names, algebra), rows @ rows.T, atol=1e-14)
+    for file in files:
+        file.close()
+
+
 def test_cosines_by_hand() -> None:
     inner = np.array([[4.0, 3.0, 0.0], [3.0, 9.0, 0.0], [0.0, 0.0, 0.0]])
     assert normalise(inner).tolist() == [[1.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 0.0]]
@@ -274,6 +294,92 @@ def test_coefficients_per_row_are_summed_per_row() -> None:
     assert summed.value.tolist() == [[20.0, 4.0], [0.0, 0.0]]
     assert np.asarray(summed.coefficient).tolist() == [4.0, 0.0]
     assert list(sums.drain()) == []
+
+
+@given(
+    slots=st.integers(1, 12),
+    sites=st.integers(1, 12),
+    shape=tensor_shapes,
+    chunk=st.integers(1, 40),
+    part=st.floats(0, 1),
+    seed=seeds,
+)
+@settings(max_examples=60)
+def test_slots_of_their_own_equal_a_matrix_product(
+    slots: int, sites: int, shape: tuple[int, ...], chunk: int, part: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    coefficients = rng.normal(size=(slots, sites)) * (rng.random((slots, sites)) < part)
+    values = [random_tensor(shape, rng) for _ in range(sites)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combine, "CHUNK_VALUES", chunk)
+        sums = Sums()
+        for column, value in zip(coefficients.T, values, strict=True):
+            # A site adds to some slots only, and a slot may turn up late.
+            sums.add({f"s{row}": {"w": Share(float(c), value)} for row, c in enumerate(column) if c})
+    drained = {slot: summed for slot, name, summed in sums.drain() if name == "w"}
+    flat = np.stack([value.double().numpy() for value in values])
+    assert drained.keys() == {f"s{row}" for row in range(slots) if coefficients[row].any()}
+    for slot, summed in drained.items():
+        weights = coefficients[int(slot[1:])]
+        expected = np.tensordot(weights, flat, axes=1)
+        np.testing.assert_allclose(summed.value.numpy(), expected, rtol=0, atol=1e-13)
+        assert summed.value.shape == shape
+        assert summed.coefficient == pytest.approx(weights.sum(), abs=1e-14)
+
+
+def test_slots_may_get_different_tensors_under_one_name() -> None:
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    sums = Sums()
+    sums.add({"a": {"w": Share(2.0, one)}, "b": {"w": Share(3.0, other)}, "c": {"w": Share(1.0, one)}})
+    drained = {slot: (summed.value.tolist(), summed.coefficient) for slot, _, summed in sums.drain()}
+    assert drained == {"a": ([2.0, 4.0], 2.0), "b": ([30.0, 60.0], 3.0), "c": ([1.0, 2.0], 1.0)}
+    assert list(sums.drain()) == []
+
+
+def test_what_is_added_may_be_overwritten_afterwards() -> None:
+    # combine_spooled reads every site into the same memory.
+    value, prototypes = torch.tensor([1.0, 2.0]), torch.tensor([[1.0], [2.0]])
+    sums = Sums()
+    for _ in range(2):
+        sums.add({ALL: {"w": Share(1.0, value), "p": Share(np.array([1.0, 0.5]), prototypes)}})
+        value.fill_(100.0)
+        prototypes.fill_(100.0)
+    drained = {name: summed.value.tolist() for _, name, summed in sums.drain()}
+    assert drained == {"w": [101.0, 102.0], "p": [[101.0], [51.0]]}
+
+
+def test_a_mixture_of_many_sites_in_many_blocks_equals_plain_numpy(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    layout = {f"d{number}.w": TensorSpec(Scope.PERSONAL, (3, number + 1)) for number in range(6)}
+    algebra = Algebra(
+        layout | {"w": TensorSpec(Scope.SHARED, (17, 5))}, {Scope.PERSONAL: Attention(), Scope.SHARED: SampleMean()}
+    )
+    start = random_start(algebra, rng)
+    reports = [random_report(algebra, start, f"s{number}", rng) for number in range(40)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combine, "PANEL_BYTES", 2000)
+        patch.setattr(combine, "BLOCK_VALUES", 20)
+        patch.setattr(combine, "CHUNK_VALUES", 7)
+        after = combine_spooled(algebra, start, [spool(tmp_path, report) for report in reports], 1)
+    for name in layout:
+        rows = np.stack([report.update[name].double().numpy().ravel() for report in reports])
+        units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        mixtures = softmax(units @ units.T / TAU) @ rows
+        got = np.stack([after.personal[report.site][name].numpy().ravel() for report in reports])
+        np.testing.assert_allclose(got, mixtures, rtol=1e-6, atol=1e-7)
+    counts = np.array([report.tally[SAMPLES].item() for report in reports])
+    mean = np.average([report.update["w"].double().numpy() for report in reports], axis=0, weights=counts)
+    np.testing.assert_allclose(after.tensors["w"].numpy(), start.tensors["w"].numpy() + mean, rtol=0, atol=1e-6)
+
+
+def test_a_spooled_report_of_another_shape_is_refused_and_not_cut(tmp_path: Path) -> None:
+    algebra = spooled_twin(mean_algebra({"w": (4,), "v": (4,)}))
+    start = State(0, {"w": torch.zeros(4), "v": torch.zeros(4)})
+    update = {"w": torch.ones(6), "v": torch.ones(4)}
+    entry = spool(tmp_path, Report("a", 1, "", update, {SAMPLES: np.ones(1)}))
+    with pytest.raises(StorageFailure, match=r"'w' is F32 of shape \[6\], not F32 of shape \[4\]"):
+        combine_spooled(algebra, start, [entry], 1)
 
 
 def test_totals_add_key_by_key_and_leave_the_tallies_alone() -> None:

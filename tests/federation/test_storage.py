@@ -109,6 +109,31 @@ def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
     assert torch.equal(tensors["x"], torch.arange(5000.0))
 
 
+def test_a_tensor_is_read_into_memory_that_is_there(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "f", {"x": torch.arange(6.0).view(2, 3), "point": torch.tensor(7.0)}, {})
+    there, point = torch.full((2, 3), -1.0), torch.tensor(-1.0)
+    place = there.data_ptr()
+    with TensorFile(tmp_path / "f") as file:
+        file.read_into("x", there)
+        file.read_into("point", point)
+    assert there.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert there.data_ptr() == place
+    assert point.item() == 7
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(3, 2), torch.empty(6), torch.empty(2, 3, dtype=torch.float64)])
+def test_memory_of_another_shape_or_kind_is_not_filled(tmp_path: Path, tensor: torch.Tensor) -> None:
+    write_tensors(tmp_path / "f", {"x": torch.zeros(2, 3)}, {})
+    with TensorFile(tmp_path / "f") as file, pytest.raises(StorageFailure, match=r"'x' is F32 of shape \[2, 3\]"):
+        file.read_into("x", tensor)
+
+
+def test_memory_that_is_not_in_order_is_refused_rather_than_a_copy_filled(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "f", {"x": torch.zeros(2, 3)}, {})
+    with TensorFile(tmp_path / "f") as file, pytest.raises(RuntimeError, match="view"):
+        file.read_into("x", torch.empty(3, 2).T)
+
+
 def test_only_float32_is_combined(tmp_path: Path) -> None:
     write_tensors(tmp_path / "f", {"x": torch.ones(2, dtype=torch.float64)}, {})
     with TensorFile(tmp_path / "f") as file, pytest.raises(StorageFailure, match="'x' is F64"):

@@ -275,6 +275,8 @@ def test_every_layer_but_the_head_is_decomposed_and_keeps_its_shape(task: Task, 
     images = batch_for(task, 2).images
     assert plain(images).logits.shape == own(images).logits.shape == (2, 3)
     assert shapes["own"] == shapes["plain"]
+    # A residual block adds its shortcut before ReLU, so no layer may end in one of its own.
+    assert all(isinstance(layer.activation, nn.Identity) for _, layer in decomposed_layers(own))
     points = [layer for _, layer in decomposed_layers(own) if layer.dse.weight.shape[-1] == 1]
     # AlexNet's two connected layers; ResNet's three shortcuts.
     assert len(points) == (2 if task.net == "alexnet" else 3)
@@ -295,6 +297,10 @@ def test_group_norm_has_no_statistics_to_share_or_to_pull_at(task: Task, ghost: 
     terms = method.terms(model, trace, batch, Context("a", 3, 4, {}, seeded(3)))
     assert set(terms) == {"cross_entropy"}
     assert not trace.notes
+    # Two channels of a single point could only become +1 and -1: connected layers are one group.
+    points = [layer for name, layer in decomposed_layers(model) if "connected" in name]
+    assert all(norm.num_groups == 1 for layer in points for norm in (layer.norm_dse, layer.norm_dfe))
+    assert len(points) == (2 if task.net == "alexnet" else 0)
     terms["cross_entropy"].sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)
 

@@ -145,7 +145,10 @@ def test_the_number_of_groups_is_the_stated_one() -> None:
 
 def test_the_shortcut_is_there_only_where_shapes_differ() -> None:
     assert isinstance(BasicBlock(4, 4, stride=1, layer=plain_layers("batch")).shortcut, nn.Identity)
-    for block in (BasicBlock(4, 8, stride=1, layer=plain_layers("batch")), BasicBlock(4, 4, stride=2, layer=plain_layers("batch"))):
+    for block in (
+        BasicBlock(4, 8, stride=1, layer=plain_layers("batch")),
+        BasicBlock(4, 4, stride=2, layer=plain_layers("batch")),
+    ):
         assert isinstance(block.shortcut, nn.Sequential)
 
 

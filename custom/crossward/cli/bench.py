@@ -25,7 +25,6 @@ from crossward.cli.bench_variants import parse_variant, parse_variants
 from crossward.cli.study_options import check_choices, check_folder, parse_names
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import load
-from crossward.methods import Task
 from crossward.site.diagnostics import NOISE
 from crossward.site.trainer import Training
 
@@ -93,7 +92,7 @@ def combine(
     numbers = _numbers(sites)
     if min(numbers) < 1:
         raise BadInput(f"--sites {sites}: there is nothing to combine without a site")
-    check_choices(block=None, head=None, depth=depth, norm=Task.norm, width=width)
+    check_choices(depth=depth, width=width)
     rows = [
         bench_combine.in_own_process(variant, number, depth=depth, width=width, repeats=repeats)
         for variant in variants
@@ -238,7 +237,7 @@ def efficiency(
     Example: crossward bench efficiency --methods fedavg,f2dc,rfeddis
     """
     variants = parse_variants(methods)
-    check_choices(block=None, head=None, depth=Task.depth, norm=Task.norm, width=width)
+    check_choices(width=width)
     rows = bench_efficiency.measure(variants, width=width, size=size, repeats=repeats, batch_size=batch_size)
     title = f"A round of one site: ResNet-10 of width {width:g}, {size} px, epochs of {bench_efficiency.EPOCH} images"
     show(rows if as_json else bench_efficiency.table(rows), title=title, as_json=as_json, markdown=markdown)

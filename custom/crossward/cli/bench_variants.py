@@ -11,7 +11,6 @@ from crossward.cli.study_options import check_choices, parse_options
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import Cohort
 from crossward.methods import Method, create
-from crossward.methods.base import Task
 from crossward.methods.registry import fits
 from crossward.site.augment import Augmentation
 from crossward.site.participant import Plugs
@@ -89,7 +88,7 @@ def parse_variant(text: str) -> Variant:
     }
     method = create(shape["name"].strip(), **options)
     block, head = plugs.get("block"), plugs.get("head")
-    check_choices(block=block, head=head, depth=Task.depth, norm=Task.norm, width=Task.width)
+    check_choices(block=block, head=head)
     Training(**training)
     return Variant(text, method, Plugs(block, head), training)
 

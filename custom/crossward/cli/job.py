@@ -24,6 +24,7 @@ from crossward.cli.study_options import (
     HeadName,
     LearningRate,
     MethodOptions,
+    NetName,
     NormName,
     Participation,
     Rounds,
@@ -90,6 +91,7 @@ def export(
     augment: Augment = "none",
     seed: Seed = 0,
     size: Size = 32,
+    net: NetName = "resnet",
     depth: Depth = 10,
     width: Width = 0.25,
     norm: NormName = "batch",
@@ -112,7 +114,7 @@ def export(
     Example: crossward job export fedprox -o mu=0.1 --rounds 20 --classes effusion,normal --out effusion
     """
     chosen = create(method, **parse_options(option or []))
-    check_choices(block=block, head=head, depth=depth, norm=norm, width=width)
+    check_choices(block=block, head=head, net=net, depth=depth, norm=norm, width=width)
     check_folder(out)
     study = Study(
         method=chosen,
@@ -122,6 +124,7 @@ def export(
             size=size,
             rounds=rounds,
             seed=seed,
+            net=net,  # type: ignore[arg-type]
             depth=depth,
             width=width,
             norm=norm,  # type: ignore[arg-type]

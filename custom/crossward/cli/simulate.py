@@ -24,6 +24,7 @@ from crossward.cli.study_options import (
     HeadName,
     LearningRate,
     MethodOptions,
+    NetName,
     NormName,
     Participation,
     Rounds,
@@ -66,6 +67,7 @@ def simulate(
     augment: Augment = "none",
     seed: Seed = 0,
     size: Size = 32,
+    net: NetName = "resnet",
     depth: Depth = 10,
     width: Width = 0.25,
     norm: NormName = "batch",
@@ -90,7 +92,7 @@ def simulate(
     Example: crossward simulate --method fedprox -o mu=0.1 --data phantoms --rounds 10 --out runs/fedprox
     """
     chosen = create(method, **parse_options(option or []))
-    check_choices(block=block, head=head, depth=depth, norm=norm, width=width)
+    check_choices(block=block, head=head, net=net, depth=depth, norm=norm, width=width)
     training = Training(
         epochs=epochs,
         steps=steps,
@@ -130,6 +132,7 @@ def simulate(
         size=size,
         rounds=rounds,
         seed=seed,
+        net=net,  # type: ignore[arg-type]
         depth=depth,
         width=width,
         norm=norm,  # type: ignore[arg-type]

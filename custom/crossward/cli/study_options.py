@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from crossward.federation.errors import BadInput
-from crossward.methods.base import BLOCKS, HEADS
+from crossward.methods.base import BLOCKS, HEADS, Net, Task
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds to run.")]
 MethodOptions = Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")]
@@ -22,10 +22,11 @@ Steps = Annotated[int, typer.Option(help="Local steps a round instead of epochs;
 BatchSize = Annotated[int, typer.Option(help="Images a step.")]
 LearningRate = Annotated[float, typer.Option(help="Learning rate of the first round.")]
 Schedule = Annotated[str, typer.Option(help="Learning rate over rounds: cosine or constant.")]
-Clip = Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")]
+Clip = Annotated[float, typer.Option(help="Largest gradient norm; 0: the method's own, for most none.")]
 Augment = Annotated[str, typer.Option(help="Random changes to training images: none, shift or shift-flip.")]
 Seed = Annotated[int, typer.Option(help="Decides splits, start and order; the same seed, the same model.")]
 Size = Annotated[int, typer.Option(help="Side of the images in pixels.")]
+NetName = Annotated[str, typer.Option("--net", help="resnet, or alexnet (images of 63 px or more).")]
 Depth = Annotated[int, typer.Option(help="ResNet-10 or ResNet-18.")]
 Width = Annotated[float, typer.Option(help="Width of the net; 1 is 64-128-256-512.")]
 NormName = Annotated[str, typer.Option("--norm", help="batch or group.")]
@@ -53,11 +54,20 @@ def parse_names(text: str | None) -> list[str] | None:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def check_choices(*, block: str | None, head: str | None, depth: int, norm: str, width: float) -> None:
+def check_choices(
+    *,
+    block: str | None = None,
+    head: str | None = None,
+    net: str = Task.net,
+    depth: int = Task.depth,
+    norm: str = Task.norm,
+    width: float = Task.width,
+) -> None:
     """Refuse a net that does not exist, before any image is read."""
     for name, value, known in (
         ("block", block, [None, *BLOCKS]),
         ("head", head, [None, *HEADS]),
+        ("net", net, get_args(Net)),
         ("depth", depth, [10, 18]),
         ("norm", norm, ["batch", "group"]),
     ):

@@ -142,7 +142,7 @@ def consistency(
         running_var: before the batch.
         global_mean: as received this round.
         global_var: likewise.
-        keep: gamma of Eq. 5, the part of the old running value that stays.
+        keep: gamma of Eq. 5, what stays of the old running value.
     """
     mean = keep * running_mean + (1 - keep) * batch_mean
     variance = keep * running_var + (1 - keep) * batch_var
@@ -181,8 +181,7 @@ def consensus_weights(gram: npt.ArrayLike, cap: float | None = None) -> Vector:
 
 def _capped(root: Vector, cap: float) -> Vector:
     """The same under an upper bound, for which there is no shortcut: a small quadratic programme."""
-    count = len(root)
-    inner = root.T @ root
+    count, inner = len(root), root.T @ root
     found = optimize.minimize(
         lambda u: u @ inner @ u,
         np.full(count, 1 / count),
@@ -240,8 +239,7 @@ class ConsensusMaximisation(_Blockwise):
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
     ) -> Mapping[str, float | Vector]:
         del cohort
-        row = self._row[name]
-        norm = float(tally["norms"][row])
+        row, norm = self._row[name], float(tally["norms"][self._row[name]])
         return {ALL: float(plan["weights"][row, me]) / norm if norm else 0.0}
 
     def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
@@ -280,7 +278,7 @@ class SimilarityAware(_Blockwise):
 
 
 class DecomposedModel(Model):
-    """A model whose backbone is made of decomposed layers; while training it notes their statistics."""
+    """A model of decomposed layers, whose statistics it notes while training."""
 
     def forward(self, images: Tensor, generator: torch.Generator | None = None) -> Trace:
         trace = super().forward(images, generator)
@@ -389,15 +387,12 @@ class FDSE(Method):
 
     def adaptation(self, model: Model, trace: Trace, context: Context) -> Tensor:
         """L_Con over all layers (Eq. 7)."""
-        statistics = _statistics_of(trace)
-        weights = depth_weights(len(statistics), self.beta).to(trace.pooled.device)
-        layers = dict(decomposed_layers(model))
-        losses = []
+        statistics, layers, losses = _statistics_of(trace), dict(decomposed_layers(model)), []
         for name, (mean, variance, running_mean, running_var) in statistics.items():
             global_mean, global_var = (context.received[f"{name}.norm_dfe.{kind}"] for kind in _RUNNING)
             keep = 1 - layers[name].momentum
             losses.append(consistency(mean, variance, running_mean, running_var, global_mean, global_var, keep))
-        return (weights * torch.stack(losses)).sum()
+        return (depth_weights(len(losses), self.beta).to(trace.pooled.device) * torch.stack(losses)).sum()
 
 
 def _statistics_of(trace: Trace) -> dict[str, Tensor]:

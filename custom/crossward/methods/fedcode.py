@@ -27,7 +27,7 @@ from crossward.federation.combine import normalise
 from crossward.federation.contract import ALL, Needs, Summed, Tally, Tensors, Vector
 from crossward.federation.errors import BadInput
 from crossward.federation.rules import Rule, divide, per_row
-from crossward.federation.scopes import Scope, mark, mark_where
+from crossward.federation.scopes import Scope, layout_of, mark, mark_where
 from crossward.methods.base import (
     Batch,
     BlockFactory,
@@ -49,7 +49,6 @@ REDUCTION = 16
 """Squeeze-and-excitation has C / 16 hidden units, as in its own paper."""
 
 FEWEST_HIDDEN = 4
-
 SEMANTIC, STYLE = "prototypes", "style"
 """Names of the extras: mean semantic features by class [K,d], and the mean style [1,d], received as [J,d]."""
 
@@ -118,9 +117,8 @@ def decoupling(semantic: Tensor, style: Tensor) -> Tensor:
 
     Eq. 14 prints the norm of every component, with which it would be the constant d; these are the vectors' norms.
     """
-    lengths: Tensor = semantic.norm(dim=1) * style.norm(dim=1)
-    overlap = (semantic * style).abs().sum(dim=1)
-    return overlap / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+    one, other = functional.normalize(semantic, dim=1), functional.normalize(style, dim=1)
+    return (one * other).abs().sum(dim=1)
 
 
 def _cosines(vectors: Tensor, prototypes: Tensor) -> Tensor:
@@ -168,7 +166,8 @@ def groups_by_cosine(cosines: Vector) -> npt.NDArray[np.int64]:
     count = len(cosines)
     if count < 2:
         return np.zeros(count, dtype=np.int64)
-    apart = cosines.copy()
+    # Equal styles must not be told apart by the rounding of their cosines.
+    apart = np.round(cosines, 12)
     np.fill_diagonal(apart, -np.inf)
     nearest = apart.argmax(axis=1)
     # Two with the same nearest are linked through it, so the links to the nearest are enough.
@@ -260,19 +259,22 @@ class TwoEncoders(Model):
         return self.style.pool(self.style(images))
 
 
-class PrototypeHead(SoftmaxHead):
+class PrototypeHead(Head):
     """Answers by the nearest class prototype, as SemCL trains the features to: for a hospital without a classifier."""
 
     def __init__(self, prototypes: Tensor, *, tau: float) -> None:
-        classes, features = prototypes.shape
-        super().__init__(features, classes)
-        self.linear.weight.data.copy_(prototypes)
+        super().__init__()
+        self.prototypes = nn.Parameter(prototypes.clone(), requires_grad=False)
         self._tau = tau
+        mark(self, parameters=Scope.SHARED, buffers=Scope.BUFFER)
 
     def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
         del notes
-        known = self.linear.weight.abs().sum(dim=1) > 0
-        return (_cosines(pooled, self.linear.weight) / self._tau).masked_fill(~known, -math.inf)
+        known = self.prototypes.abs().sum(dim=1) > 0
+        return (_cosines(pooled, self.prototypes) / self._tau).masked_fill(~known, -math.inf)
+
+    terms = SoftmaxHead.terms
+    predict = SoftmaxHead.predict
 
 
 @register
@@ -362,30 +364,28 @@ class FedCode(Method):
         """Client prototypes: mean semantic feature by class (Eq. 2; zeros for an absent class), mean style (Eq. 8)."""
         del context
         assert isinstance(model, TwoEncoders)
-        features = model.backbone.out_channels
-        sums: Tensor | None = None
+        sums = torch.zeros(model.classes + 1, model.backbone.out_channels, dtype=torch.float64)
         counts = torch.zeros(model.classes, dtype=torch.float64)
         for batch in batches:
             semantic, style = model(batch.images).pooled.double(), model.style_of(batch.images).double()
             member = functional.one_hot(batch.labels, model.classes).double()
-            both = torch.cat([member.T @ semantic, style.sum(dim=0, keepdim=True)])
-            sums = both if sums is None else sums + both
+            sums += torch.cat([member.T @ semantic, style.sum(dim=0, keepdim=True)]).cpu()
             counts += member.sum(dim=0).cpu()
-        if sums is None:
-            sums = torch.zeros(model.classes + 1, features, dtype=torch.float64)
-        means = sums.cpu() / torch.cat([counts, counts.sum().view(1)]).clamp_min(1).unsqueeze(1)
+        means = sums / torch.cat([counts, counts.sum().view(1)]).clamp_min(1).unsqueeze(1)
         return {SEMANTIC: means[:-1].float(), STYLE: means[-1:].float()}
 
     def welcome(self, model: Model, received: Tensors) -> None:
         """Without a classifier of its own a new hospital answers by the class prototypes."""
         super().welcome(model, received)
-        if isinstance(model.head, SoftmaxHead) and not self.share_head:
-            if SEMANTIC not in received:
-                raise BadInput(
-                    "fedcode keeps classifiers at their sites, and there are no class prototypes yet to answer by; "
-                    "train at least one round, or use share_head"
-                )
-            model.head = PrototypeHead(received[SEMANTIC], tau=self.tau)
+        if any(spec.scope.leaves for spec in layout_of(model.head).values()):
+            return
+        prototypes = received.get(SEMANTIC)
+        if prototypes is None or not prototypes.any():
+            raise BadInput(
+                "fedcode keeps classifiers at their sites, and there are no class prototypes yet to answer by; "
+                "train at least one round, lower holders, or use share_head"
+            )
+        model.head = PrototypeHead(prototypes, tau=self.tau)
 
 
 def _style_layer(shape: LayerShape) -> Sequence[nn.Module]:
