@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -181,10 +180,6 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def more_methods(methods):
-    methods.__path__.append({methods!r})
-
-
 def plant(member):
     train = member.Member._train
 
@@ -200,7 +195,7 @@ def plant(member):
     member.Member._train = planted
 
 
-sys.meta_path[:0] = [Finder("crossward.methods", more_methods), Finder("crossward.site.member", plant)]
+sys.meta_path.insert(0, Finder("crossward.site.member", plant))
 '''
 
 
@@ -209,21 +204,18 @@ class Changed:
     """Software that does something else when it is told to.
 
     Attributes:
-        methods: a folder; the modules in it are methods.
         planted: a folder; a file in it with a site's name has the name of the tensor that the site gives away.
     """
 
-    methods: Path
     planted: Path
 
 
 @contextmanager
 def changed_software(hospitals: Hospitals, folder: Path) -> Iterator[Changed]:
     """Start everyone anew with changed software, and with the usual one at the end."""
-    changed = Changed(folder / "methods", folder / "planted")
-    for each in (changed.methods, changed.planted):
-        each.mkdir(parents=True)
-    hook = _HOOK.format(project=str(PROJECT), methods=str(changed.methods), planted=f"{changed.planted}/")
+    changed = Changed(folder / "planted")
+    changed.planted.mkdir(parents=True)
+    hook = _HOOK.format(project=str(PROJECT), planted=f"{changed.planted}/")
     (folder / "sitecustomize.py").write_text(hook, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -238,22 +230,3 @@ def _start_anew(hospitals: Hospitals) -> None:
     hospitals.system.stop()
     hospitals.system.start()
     hospitals.system.wait_until_ready(READY)
-
-
-@contextmanager
-def another_method(name: str, changed: Changed, code: str) -> Iterator[None]:
-    """Make a method known to all processes that run changed software, and to this one."""
-    import crossward.methods
-    from crossward.methods import registry
-
-    module = f"crossward.methods.{name}"
-    (changed.methods / f"{name}.py").write_text(code, encoding="utf-8")
-    registry.available()
-    crossward.methods.__path__.append(str(changed.methods))
-    try:
-        __import__(module)
-        yield
-    finally:
-        crossward.methods.__path__.remove(str(changed.methods))
-        registry._METHODS.pop(name, None)
-        sys.modules.pop(module, None)

@@ -19,7 +19,6 @@ from crossward.flare.jobs import export
 from crossward.flare.kits import SERVER
 from crossward.flare.system import JOB, PARENT
 from crossward.flare.watch import Event, follow
-from crossward.methods import create
 from crossward.site.declaration import Declaration
 from crossward.site.journal import read_journal
 from crossward.site.study import Study
@@ -27,7 +26,6 @@ from crossward.site.troubles import Code
 from tests.flare.faults import (
     PACE,
     Changed,
-    another_method,
     changed_software,
     fill,
     kill_all_of,
@@ -351,44 +349,3 @@ def test_a_local_tensor_in_an_answer_is_stopped_at_the_site(hospitals: Hospitals
     assert f"the gate stopped an answer to 'train': train: update holds '{name}'" in log
     for path in hospitals.run_folder(SERVER, outcome.run).rglob("*"):
         assert not path.is_file() or name.encode() not in path.read_bytes()
-
-
-_MIXTURE = '''
-from dataclasses import dataclass
-from typing import ClassVar
-
-from crossward.federation.rules import SampleMean
-from crossward.federation.scopes import Scope, mark
-from crossward.methods.base import Method
-from crossward.methods.registry import register
-from tests.standins import Attention
-
-
-@register
-@dataclass(frozen=True, kw_only=True)
-class Mixture(Method):
-    """Every site gets a head of its own, mixed of all sites' heads."""
-
-    name: ClassVar[str] = "mixture"
-    title: ClassVar[str] = "heads mixed for every site"
-    normalisation: ClassVar[str] = "shared"
-
-    def place(self, model):
-        mark(model.head, parameters=Scope.PERSONAL, buffers=Scope.PERSONAL)
-
-    def rules(self, task, model):
-        return {Scope.SHARED: SampleMean(), Scope.BUFFER: SampleMean(), Scope.PERSONAL: Attention()}
-'''
-
-
-def test_every_site_gets_its_own_personal_tensors(hospitals: Hospitals, changed: Changed) -> None:
-    with another_method("mixture", changed, _MIXTURE):
-        study = small_study(create("mixture"), hospitals.cohort)
-        story = run(hospitals, study, timing=PATIENT)
-        assert story.outcome.status == "completed", story.outcome.reason
-        assert_as_undisturbed(hospitals, study, story.outcome.run)
-        heads = [
-            read_tensors(deployed(hospitals, site, story.outcome.run))[0]["head.linear.weight"] for site in (A, B, C)
-        ]
-    assert not heads[0].equal(heads[1])
-    assert not heads[1].equal(heads[2])

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from crossward.federation.scopes import Scope, names_in
+from crossward.federation.scopes import Scope, names_in, tensors_digest
+from crossward.federation.storage import read_json, read_tensors
 from crossward.flare.jobs import export
+from crossward.flare.outcome import Outcome
 from crossward.flare.simulator import simulate_job
 from crossward.site.declaration import Declaration
+from crossward.site.handover import read_handover
 from crossward.site.journal import read_journal
 from crossward.site.study import Study
 from tests.flare.real import TIMING, Hospitals, largest_difference, small_study, tensors_in, watched
@@ -20,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.flare]
 EQUAL = 1e-6
 
 
-@pytest.mark.parametrize("method", ["fedavg", "f2dc", "rfeddis"])
+@pytest.mark.parametrize("method", ["fedavg", "f2dc", "rfeddis", "fedcode", "fdse"])
 def test_in_process_simulator_and_real_processes_give_the_same_model(
     hospitals: Hospitals, method: str, tmp_path: Path
 ) -> None:
@@ -38,6 +41,9 @@ def test_in_process_simulator_and_real_processes_give_the_same_model(
     assert all(facts["accuracy"] is not None for facts in result["sites"].values())
     assert str(hospitals.data) not in json.dumps(result)
     check_what_left(hospitals, study, outcome.job)
+    check_what_is_personal(hospitals, study, outcome)
+    handover = read_handover(hospitals.run_folder("server", outcome.run))
+    assert handover.study == study
 
     job = export(study, tmp_path / "job", timing=TIMING, min_sites=2)
     simulate_job(job, data=hospitals.data, sites=hospitals.system.sites, out=tmp_path / "out", timeout=240)
@@ -64,6 +70,22 @@ def check_what_left(hospitals: Hospitals, study: Study, job: str) -> None:
         assert updates == {name: list(spec.shape) for name, spec in declaration.algebra.sent.items()}
         assert not local & set(updates)
         assert 4 * values <= mine[1]["bytes"] <= 4 * values + 1024
+
+
+def check_what_is_personal(hospitals: Hospitals, study: Study, outcome: Outcome) -> None:
+    """Every site holds the personal tensors that the server made for it, and no other site's."""
+    names = names_in(Declaration(study).algebra.layout, Scope.PERSONAL)
+    assert (study.method.name == "fdse") == bool(names)
+    assert outcome.result is not None
+    sent = outcome.result["personal"]
+    sites = hospitals.system.sites if names else ()
+    assert set(sent) == set(sites)
+    assert len(set(sent.values())) == len(sites)
+    for site in sites:
+        folder = hospitals.run_folder(site, outcome.run)
+        received = read_tensors(folder / "vault" / f"model-{outcome.best_round:04d}.safetensors")[0]
+        assert tensors_digest({name: received[name] for name in names}) == sent[site]
+        assert read_json(folder / "result.json")["personal"] == sent[site]
 
 
 def test_local_tensors_survive_a_restart_of_everything(hospitals: Hospitals) -> None:

@@ -1230,7 +1230,7 @@ def test_a_hospital_is_welcomed_the_same_way_twice_and_no_random_number_is_drawn
 
 def test_without_prototypes_there_is_nothing_to_answer_by() -> None:
     method, model = built()
-    with pytest.raises(BadInput, match=r"no class prototypes yet.*train at least one round, or use share_head"):
+    with pytest.raises(BadInput, match=r"no class prototypes yet.*train at least one round.*use share_head"):
         method.welcome(model, method.start(TASK, model).tensors)
 
 

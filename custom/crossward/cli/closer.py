@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 
-from crossward.cli.show import sample_images, show_comparison, show_flags, show_newcomer, show_result
+from crossward.cli.show import sample_images, show_comparison, show_flags, show_newcomer, show_personal, show_result
 from crossward.evaluate.facts import finite, write_result
 from crossward.evaluate.report import write_report
 from crossward.imaging.data import Cohort
@@ -76,6 +76,7 @@ def conclude(
     """
     run.write(result, {})
     show_result(screen, result)
+    show_personal(screen, result)
     show_comparison(screen, result)
     if closer:
         longer, pictures = _longer(screen, run, result, lap=lap)

@@ -65,6 +65,21 @@ def show_result(console: Console, result: Mapping[str, Any]) -> None:
         console.print(_sheet_table(sheet, title="accuracy % at home and elsewhere", caption="\n".join(words)))
 
 
+def show_personal(console: Console, result: Mapping[str, Any]) -> None:
+    """Say which personal tensors every hospital was sent and received; nothing where the method has none."""
+    sent: Mapping[str, str] = result.get("personal") or {}
+    if not sent:
+        return
+    table = Table(title="personal tensors, by their SHA-256: every hospital its own", box=box.SIMPLE_HEAD)
+    for heading in ("hospital", "sent by the server", "received"):
+        table.add_column(heading)
+    for name, site in result["sites"].items():
+        got = site.get("personal")
+        same = "not told" if got is None else "the same" if got == sent.get(name) else f"other: {got[:16]}"
+        table.add_row(Text(name), sent.get(name, "–")[:16], same)
+    console.print(table)
+
+
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
     """Say how the hospitals do together and alone, where both were measured."""
     alone, together = result.get("alone"), result["summary"]

@@ -146,15 +146,22 @@ def combine_spooled(algebra: Algebra, state: State, spooled: Sequence[Spooled], 
         plan = algebra.plan(round_number, cohort, totals, gram)
         after = next_state(state, plan)
         for names in batches_of_names(algebra):
-            sums = Sums()
-            # One site after the other is read into the same tensors: fresh memory costs more than the reading.
-            part = {name: torch.empty(algebra.sent[name].shape) for name in names}
-            for me, (entry, file) in enumerate(zip(spooled, files, strict=True)):
-                for name, tensor in part.items():
-                    file.read_into(name, tensor)
-                sums.add(algebra.contribute(replace(entry.report, update=part), plan, me))
-            advance(algebra, state, sums, plan, after)
+            advance(algebra, state, _sums_of(names, algebra, plan, spooled, files), plan, after)
         return after
+
+
+def _sums_of(
+    names: Sequence[str], algebra: Algebra, plan: Plan, spooled: Sequence[Spooled], files: Sequence[TensorFile]
+) -> Sums:
+    """Add up some tensors of all sites."""
+    sums = Sums()
+    # One site after the other is read into the same tensors: fresh memory costs more than the reading.
+    part = {name: torch.empty(algebra.sent[name].shape) for name in names}
+    for me, (entry, file) in enumerate(zip(spooled, files, strict=True)):
+        for name, tensor in part.items():
+            file.read_into(name, tensor)
+        sums.add(algebra.contribute(replace(entry.report, update=part), plan, me))
+    return sums
 
 
 def batches_of_names(algebra: Algebra) -> Iterator[list[str]]:

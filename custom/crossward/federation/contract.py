@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossward.federation.scopes import tensors_digest
+
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Tensors = Mapping[str, Tensor]
 Tally = Mapping[str, Vector]
@@ -151,6 +153,10 @@ class State:
     def payload(self, site: str, *, best_round: int | None = None) -> Payload:
         """Make what this site receives; a site without personal tensors of its own gets the common start's."""
         return Payload(self.round_number, {**self.tensors, **self.personal.get(site, {})}, best_round, self.plan)
+
+    def personal_digests(self) -> dict[str, str]:
+        """Which personal tensors each site receives, as a hash."""
+        return {site: tensors_digest(own) for site, own in self.personal.items()}
 
     def common(self) -> dict[str, Tensor]:
         """What a site that never trained can be given: personal tensors are the mean over the sites that have them."""

@@ -199,6 +199,7 @@ def _result(
         "options": study.options(),
         "rounds": coordinator.history,
         "best_round": best,
+        "personal": coordinator.best_state().personal_digests(),
         "sites": sites,
         "summary": summarise(sites),
         "privacy": {"secagg": False, "dp": False, "epsilon": dict.fromkeys(sites)},

@@ -169,7 +169,7 @@ def consensus_weights(gram: npt.ArrayLike, cap: float | None = None) -> Vector:
     count = len(inner)
     if inner.shape != (count, count) or not count or not np.isfinite(inner).all():
         raise ValueError(f"a Gram matrix is square and finite, not of shape {inner.shape} or with other numbers")
-    if cap is not None and cap * count < 1:
+    if cap is not None and not cap * count >= 1 - 1e-12:
         raise ValueError(f"{count} weights of at most {cap} cannot sum to 1")
     values, vectors = np.linalg.eigh((inner + inner.T) / 2)
     root = np.sqrt(np.maximum(values, FLATTEST))[:, None] * vectors.T
@@ -249,8 +249,7 @@ class ConsensusMaximisation(_Blockwise):
 
 def _weights_of_moved(cosines: Vector) -> Vector:
     weights, moved = np.zeros(len(cosines)), np.flatnonzero(np.diagonal(cosines))
-    if len(moved):
-        weights[moved] = consensus_weights(cosines[np.ix_(moved, moved)])
+    weights[moved] = consensus_weights(cosines[np.ix_(moved, moved)]) if len(moved) else 0.0
     return weights
 
 
@@ -328,8 +327,8 @@ class FDSE(Method):
     def __post_init__(self) -> None:
         for option, fits, wanted in (
             ("consistency", 0 <= self.consistency < math.inf, "a finite number that is not negative"),
-            ("beta", math.isfinite(self.beta), "a finite number"),
-            ("tau", 0 < self.tau < math.inf, "a finite number above 0"),
+            ("beta", abs(self.beta) <= 100, "from -100 to 100"),
+            ("tau", 1e-6 <= self.tau < math.inf, "a finite number of at least 0.000001"),
             ("factor", self.factor >= 2, "at least 2"),
         ):
             if not fits:
@@ -381,8 +380,9 @@ class FDSE(Method):
         return terms
 
     def adaptable(self, model: Model) -> Sequence[str]:
-        """The DSE modules (Sec. 5.4)."""
-        owners = tuple(f"{name}.{part}." for name, _ in decomposed_layers(model) for part in ("norm_dse", "dse"))
+        """The DSE modules (Sec. 5.4) of layers that have statistics."""
+        fitted = [name for name, layer in decomposed_layers(model) if isinstance(layer.norm_dfe, MapNorm)]
+        owners = tuple(f"{name}.{part}." for name in fitted for part in ("norm_dse", "dse"))
         return [name for name, _ in model.named_parameters() if name.startswith(owners)]
 
     def adaptation(self, model: Model, trace: Trace, context: Context) -> Tensor:

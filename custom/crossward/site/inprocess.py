@@ -200,6 +200,7 @@ class _Run:
             "options": {**options, "device": str(self._device)},
             "rounds": coordinator.history,
             "best_round": best,
+            "personal": coordinator.best_state().personal_digests(),
             "sites": sites,
             "summary": summarise(sites),
             "cross_site": cross_site_of(cohort, names, self._accuracies(pool, names)),

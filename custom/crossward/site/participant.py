@@ -124,9 +124,12 @@ class Participant:
         """Deploy the model of the best round and say how it does on the site's test images.
 
         Returns:
-            Scores of the deployed model (statistics refreshed on site), and of the same model as it was received.
+            Scores of the deployed model (statistics refreshed on site), and of the same model as it was received; and
+            the digest of the personal tensors in it, to hold against what the server says it sent.
         """
-        self._load(self.vault.model(best_round))
+        received = self.vault.model(best_round)
+        own = names_in(self._algebra.layout, Scope.PERSONAL)
+        self._load(received)
         as_received = self._score(self._model, best_round)
         self._model = self._refreshed()
         self.vault.promote(self._tensors())
@@ -135,6 +138,7 @@ class Participant:
             "n_val": len(self.data.val),
             "n_test": len(self.data.test),
             "scanner": self.data.scanner,
+            "personal": tensors_digest({name: received[name] for name in own}) if own else None,
             **self._score(self._model, best_round),
             "as_received": as_received,
         }
