@@ -32,10 +32,12 @@ NORMALISATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 LOCAL_NORMALISATION = {"fedbn", "rfeddis"}
 
 BLOCKED = [
-    (host, {"block": block}) for host in ("fedavg", "fedprox", "fedbn", "rfeddis") for block in ("f2dc", "f2dc-shared")
+    (host, {"block": block})
+    for host in ("fedavg", "fedprox", "fedbn", "rfeddis", "fedcode", "fdse")
+    for block in ("f2dc", "f2dc-shared")
 ]
-HEADED = [(host, {"head": "evidential"}) for host in ("fedavg", "fedprox", "fedbn", "f2dc", "local")]
-BOTH = [("fedavg", {"block": "f2dc", "head": "evidential"})]
+HEADED = [(host, {"head": "evidential"}) for host in ("fedavg", "fedprox", "fedbn", "f2dc", "local", "fedcode", "fdse")]
+BOTH = [(host, {"block": "f2dc", "head": "evidential"}) for host in ("fedavg", "fedcode", "fdse")]
 
 every_plug = pytest.mark.parametrize(("host", "plugs"), BLOCKED + HEADED + BOTH)
 every_norm = pytest.mark.parametrize("norm", ["batch", "group"])
@@ -131,9 +133,12 @@ def test_plugged_parts_bring_their_losses_and_are_trained_by_them(host: str, plu
     terms = losses(host, model, 6)
     from_block = {"decoupling", "correction"} if "block" in plugs or host == "f2dc" else set()
     from_heads = {"uncertainty", "disentangling"} if "head" in plugs or host == "rfeddis" else set()
-    assert set(terms) == {"cross_entropy"} | from_block | from_heads
-    assert all(term.shape == (6,) and torch.isfinite(term).all() for term in terms.values())
-    torch.cat(list(terms.values())).sum().backward()
+    own = {"fedcode": {"orthogonality"}, "fdse": {"consistency"} if norm == "batch" else set()}.get(host, set())
+    assert set(terms) == {"cross_entropy"} | from_block | from_heads | own
+    coupled = create(host).coupled | model.coupled
+    assert all(term.shape == (() if name in coupled else (6,)) for name, term in terms.items())
+    assert all(torch.isfinite(term).all() for term in terms.values())
+    torch.stack([term.sum() for term in terms.values()]).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
@@ -152,7 +157,7 @@ def test_plugged_parts_bring_their_losses_and_are_trained_by_them(host: str, plu
 def test_plugged_parts_train_on_none_and_on_one(host: str, plugs: dict[str, str], norm: Norm, count: int) -> None:
     model = create(host).build(replace(TASK, norm=norm), **plugs).train()
     terms = losses(host, model, count)
-    torch.cat(list(terms.values())).sum().backward()
+    torch.stack([term.sum() for term in terms.values()]).sum().backward()
     assert all(torch.isfinite(term).all() for term in terms.values())
     assert all(parameter.grad is None or torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
@@ -245,7 +250,7 @@ def test_a_round_of_two_sites_keeps_local_parts_in_the_vault(
 
     assert sorted(report.site for report in reports) == list(SITES)
     for report in reports:
-        assert report.update.keys() == set(layout) - local
+        assert report.update.keys() == {*layout, *study.method.extras(study.task, model)} - local
         assert all(torch.isfinite(tensor).all() for tensor in report.update.values())
     vaults = [tmp_path / "run" / "sites" / site / "vault" for site in SITES]
     kept = [read_tensors(vault / "local-0001.safetensors")[0] for vault in vaults]
@@ -258,7 +263,9 @@ def test_a_round_of_two_sites_keeps_local_parts_in_the_vault(
         if name.startswith(parts) and name.endswith(("weight", "running_mean")):
             assert not torch.equal(kept[0][name], start[name]), f"{name} was not trained"
             assert not torch.equal(kept[0][name], kept[1][name]), f"{name} is the same at both sites"
-    for name in set(layout) - local:
+    personal = {name for name, spec in layout.items() if spec.scope is Scope.PERSONAL}
+    assert bool(personal) == (host == "fdse")
+    for name in set(layout) - local - personal:
         assert torch.equal(received[0][name], received[1][name]), name
     if plugs.get("block") == "f2dc":
         assert any(name.startswith("block.") for name in local)

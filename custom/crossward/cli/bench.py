@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossward.cli import (
+    bench_adapt,
     bench_combine,
     bench_efficiency,
     bench_flare,
@@ -188,10 +189,7 @@ def table(
 
     Example: crossward bench table --data phantoms --out runs/table --methods "fedavg,f2dc[lambda1=0;lr=0.01]"
     """
-    metrics = parse_names(metric) or [metric]
-    for name in metrics:
-        if name not in bench_table.METRICS:
-            raise BadInput(f"--metric {name} is not there; there is: {', '.join(bench_table.METRICS)}")
+    metrics = _metrics(metric)
     variants = parse_variants(methods)
     names = [variant.text for variant in variants]
     reference = against or ("fedavg" if "fedavg" in names else names[0])
@@ -212,11 +210,44 @@ def table(
         console=Console(stderr=True),
     )
     tables = {name: bench_table.table(cells, metric=name, against=reference) for name in metrics}
-    if as_json and len(tables) > 1:
-        typer.echo(json.dumps(tables, indent=2, allow_nan=False))
-        return
-    for name, rows in tables.items():
-        show(rows, title=f"{name} in %, mean ± spread over seeds {seeds}", as_json=as_json, markdown=markdown)
+    _show_tables(tables, title="at every site", seeds=seeds, as_json=as_json, markdown=markdown)
+
+
+@app.command("adapt")
+def adapt(
+    data: Annotated[Path, typer.Option(help="Folder of hospitals, or a pack.")],
+    out: Annotated[Path, typer.Option(help="One run per cell is kept here, so that a table can be finished later.")],
+    methods: Annotated[str, typer.Option(help="Methods with commas; options in brackets.")] = "fedavg,fedbn,fdse",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas.")] = "0,1,2",
+    preset: Annotated[str | None, typer.Option(help="cpu: as for crossward bench table.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds a run; 16 if not given.")] = None,
+    classes: Classes = None,
+    sites: Sites = None,
+    metric: Annotated[str, typer.Option(help="accuracy, balanced_accuracy or auc; several with commas.")] = "accuracy",
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """Leave one hospital out: the others' model at that hospital, before and after it is fitted without labels.
+
+    Example: crossward bench adapt --data phantoms --out runs/without --methods fedavg,fdse --rounds 10
+    """
+    metrics = _metrics(metric)
+    budget = bench_table.budget(preset, rounds=rounds)
+    check_folder(out)
+    runs = bench_adapt.run(
+        data,
+        out,
+        variants=parse_variants(methods),
+        seeds=_numbers(seeds),
+        budget=budget,
+        classes=parse_names(classes),
+        sites=parse_names(sites),
+        jobs=jobs,
+        console=Console(stderr=True),
+    )
+    tables = {name: bench_adapt.table(runs, metric=name) for name in metrics}
+    _show_tables(tables, title="at the hospital left out", seeds=seeds, as_json=as_json, markdown=markdown)
 
 
 @app.command("efficiency")
@@ -296,6 +327,26 @@ def uncertainty_trace(
         typer.echo(json.dumps(facts, indent=2, allow_nan=False))
         return
     show(bench_trace.table(facts), title=f"{method}: uncertainty clean / noised / AUROC", markdown=markdown)
+
+
+def _metrics(text: str) -> list[str]:
+    metrics = parse_names(text) or [text]
+    for name in metrics:
+        if name not in bench_table.METRICS:
+            raise BadInput(f"--metric {name} is not there; there is: {', '.join(bench_table.METRICS)}")
+    return metrics
+
+
+def _show_tables(
+    tables: dict[str, list[dict[str, Any]]], *, title: str, seeds: str, as_json: bool, markdown: bool
+) -> None:
+    """Print a table for every metric; as JSON, one object for several."""
+    if as_json and len(tables) > 1:
+        typer.echo(json.dumps(tables, indent=2, allow_nan=False))
+        return
+    for name, rows in tables.items():
+        what = f"{name} in % {title}, mean ± spread over seeds {seeds}"
+        show(rows, title=what, as_json=as_json, markdown=markdown)
 
 
 def _numbers(text: str) -> list[int]:

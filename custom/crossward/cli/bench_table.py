@@ -27,7 +27,7 @@ from crossward.site.study import Study
 
 METRICS = ("accuracy", "balanced_accuracy", "auc")
 BASELINE = "twelve global numbers"
-_SIZE = 32
+SIZE = 32
 _TRANSFER = ("GATA", "CPRR")
 
 Sites = Mapping[str, Any]
@@ -75,17 +75,17 @@ def run(
     """Run the cells that are not there yet, and give the results of all of them."""
     cells: dict[str, list[Result]] = {BASELINE: []}
     for seed in seeds:
-        cohort = load(data, size=_SIZE, classes=classes, sites=sites, seed=seed, fraction=budget.fraction)
+        cohort = load(data, size=SIZE, classes=classes, sites=sites, seed=seed, fraction=budget.fraction)
         cells[BASELINE].append(_baseline(cohort))
         for variant in variants:
             study = variant.study(cohort, rounds=budget.rounds, seed=seed, augment=budget.augment)
             folder = out / f"{variant.folder}-{seed}"
-            result = _cell(cohort, study, folder, title=f"{variant.text}, seed {seed}", jobs=jobs, console=console)
+            result = cell(cohort, study, folder, title=f"{variant.text}, seed {seed}", jobs=jobs, console=console)
             cells.setdefault(variant.text, []).append(result)
     return cells
 
 
-def _cell(cohort: Cohort, study: Study, out: Path, *, title: str, jobs: int | None, console: Console) -> dict[str, Any]:
+def cell(cohort: Cohort, study: Study, out: Path, *, title: str, jobs: int | None, console: Console) -> dict[str, Any]:
     """Read a finished run, or start or resume it."""
     finished = out / "result.json"
     if finished.exists():
@@ -125,12 +125,12 @@ def table(cells: Cells, *, metric: str, against: str) -> list[dict[str, Any]]:
         rows.append(
             {
                 "method": name,
-                **{site: _spread([sites[site][metric] for sites in scores]) for site in scores[0]},
-                "avg": _spread(averages),
-                **({"all": _spread([run["summary"]["all"] for run in runs])} if accuracy else {}),
-                "worst": _spread([_worst(sites, metric) for sites in scores]),
-                "std over sites": _spread([across_domains(_column(sites, metric))[1] for sites in scores]),
-                "as received": _spread([_as_received(sites, metric) for sites in scores]),
+                **{site: spread([sites[site][metric] for sites in scores]) for site in scores[0]},
+                "avg": spread(averages),
+                **({"all": spread([run["summary"]["all"] for run in runs])} if accuracy else {}),
+                "worst": spread([_worst(sites, metric) for sites in scores]),
+                "std over sites": spread([across_domains(_column(sites, metric))[1] for sites in scores]),
+                "as received": spread([_as_received(sites, metric) for sites in scores]),
                 **({figure: _transfer(runs, figure) for figure in _TRANSFER} if accuracy else {}),
                 f"against {against}": "–" if name == against else _difference(averages, reference),
             }
@@ -180,10 +180,11 @@ def _as_received(sites: Sites, metric: str) -> float | None:
 
 def _transfer(runs: Sequence[Result], figure: str) -> str:
     measured = [facts[figure] for run in runs if (facts := transfer_of(run)) is not None]
-    return _spread(measured) if measured else "–"
+    return spread(measured) if measured else "–"
 
 
-def _spread(values: Sequence[float | None]) -> str:
+def spread(values: Sequence[float | None]) -> str:
+    """Mean and standard deviation in per cent."""
     known = [100 * value for value in values if value is not None]
     if not known:
         return "n/a"
