@@ -180,8 +180,10 @@ def newcomer_in_words(newcomer: Mapping[str, Any]) -> str:
     partners = [value for value in newcomer["partners"].values() if value is not None]
     span = f"{percent(min(partners))} to {percent(max(partners))} %" if partners else "n/a"
     right = percent(newcomer["accuracy"], newcomer["accuracy_interval"])
+    stages = newcomer.get("stages") or {}
+    by_stage = ", ".join(f"{name} {percent(value)} %" for name, value in stages.items() if value is not None)
     return (
         f"A hospital with the {newcomer['set']} that joins without labels: {right} % right on {newcomer['n_test']} "
-        f"scans, with what is shared alone and statistics of {newcomer['n_fitting']} other scans of its own; "
-        f"the partners' models as they are: {span}."
+        f"scans, with what is shared alone, fitted to {newcomer['n_fitting']} other scans of its own; "
+        f"the partners' models as they are: {span}.{f' Step by step: {by_stage}.' if by_stage else ''}"
     )
