@@ -46,11 +46,11 @@ class Rule(ABC):
     def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
         """Make the next value from the current one and the sums.
 
-        The default adds the weighted mean, which suits updates. Personal tensors and extras are reported as they are,
-        not as differences: their rules override this.
+        Nobody reads the sums again, so their memory may be reused. The default adds the weighted mean, which suits
+        updates. Personal tensors and extras are reported as they are, not as differences: their rules override this.
         """
         del name, plan
-        return (current.double() + divide(summed)).to(current.dtype)
+        return divide(summed).add_(current).to(current.dtype)
 
 
 class SampleMean(Rule):

@@ -244,7 +244,7 @@ class ConsensusMaximisation(_Blockwise):
 
     def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
         length = float(plan["length"][self._row[name]])
-        return (current.double() + length * summed.value).to(current.dtype)
+        return summed.value.mul_(length).add_(current).to(current.dtype)
 
 
 def _weights_of_moved(cosines: Vector) -> Vector:
