@@ -25,6 +25,7 @@ from crossward.imaging.data import load
 from crossward.imaging.held_out import load_held_out
 from crossward.imaging.phantom import write_hospitals
 from crossward.methods import create
+from crossward.site.handover import HANDOVER
 from crossward.site.inprocess import simulate
 from crossward.site.study import Study
 
@@ -102,6 +103,9 @@ class Finished:
         result = simulate(self.cohort, self.study, folder / "simulated", jobs=1)
         for name in self.cohort.sites:
             shutil.copytree(folder / "simulated" / "sites" / name, self.out / "sites" / name / "runs" / "R")
+        download = self.out / "job-results" / "J" / "workspace" / "crossward"
+        download.mkdir(parents=True)
+        shutil.copy(folder / "simulated" / "server" / HANDOVER, download)
         self.outcome = Outcome(status="completed", job="J", jobs=("J",), run="R", result=result)
 
     def conclude(self) -> str:
@@ -175,6 +179,7 @@ def test_a_failure_in_one_addition_loses_neither_the_result_nor_the_other(
     out = finished.conclude()
     assert all(site["accuracy"] is not None for site in found["sites"].values())
     result = finished.result()
+    assert result["newcomer"]["stages"].keys() == {"own statistics"}
     assert result["sites"] == found["sites"]
     assert failing not in result
     assert result[kept]

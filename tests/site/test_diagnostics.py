@@ -15,6 +15,7 @@ from crossward.imaging.data import Cohort, SiteData, Split
 from crossward.methods.base import FeatureBlock, Model, Prediction, SoftmaxHead, Trace
 from crossward.methods.f2dc import DecouplingBlock
 from crossward.methods.registry import create
+from crossward.nets import Backbone
 from crossward.site.deployed import Deployed, deployed_models
 from crossward.site.diagnostics import diagnose
 from crossward.site.inprocess import simulate
@@ -30,7 +31,7 @@ def part_of(split: Split, rows: list[int]) -> Split:
     return Split(split.images[rows], split.labels[rows], names, names)
 
 
-class Plain(nn.Module):
+class Plain(Backbone):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Identity()
@@ -123,7 +124,7 @@ def test_accuracy_of_the_masked_parts_by_hand() -> None:
     block.classifiers["0"] = two_class_layer(-1.0, 1.0, -0.5)
     head = SoftmaxHead(3, 2)
     head.linear = two_class_layer(1.0, -1.0, -0.5)
-    model = Model(Plain(), block, head)  # type: ignore[arg-type]
+    model = Model(Plain(), block, head)
     cohort = one_site(plain_split([(0, 1), (2, 1), (0, 1), (2, 0)], [0, 1, 0, 1]), channels=3)
     deployed = Deployed("alder", model, create("f2dc"), CPU)
     facts, _ = diagnose(cohort, made_up_study("f2dc"), {"alder": deployed}, seed=0)
@@ -151,7 +152,7 @@ def test_a_block_that_was_left_out_has_no_masks() -> None:
     assert diagnose(cohort, study, models, seed=0)[0]["masks"] is None
 
 
-class Pixels(nn.Module):
+class Pixels(Backbone):
     """A backbone whose features are the pixels."""
 
     def __init__(self) -> None:

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from crossward.methods.base import FeatureBlock, Model, SoftmaxHead
 from crossward.methods.registry import create
+from crossward.nets import Backbone
 from crossward.site.gradcam import HEAT, grad_cam, overlay
 
 
-class Plain(nn.Module):
+class Plain(Backbone):
     """A backbone of stages that change nothing: the image is the feature map."""
 
     def __init__(self, stages: int = 1) -> None:
@@ -36,7 +37,7 @@ def plain_model(block: FeatureBlock, *, stages: int = 1) -> Model:
     with torch.no_grad():
         head.linear.weight.copy_(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
         head.linear.bias.zero_()
-    return Model(Plain(stages), block, head)  # type: ignore[arg-type]
+    return Model(Plain(stages), block, head)
 
 
 IMAGE = torch.tensor([[[[4.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]]]])
