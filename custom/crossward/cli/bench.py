@@ -198,9 +198,9 @@ def table(
     budget = bench_table.budget(preset, rounds=rounds, fraction=fraction, augment=augment)
     Training(augment=budget.augment)
     check_folder(out)
-    cells = bench_table.run(
-        data,
-        out,
+    sweep = bench_table.Sweep(
+        data=data,
+        out=out,
         variants=variants,
         seeds=_numbers(seeds),
         budget=budget,
@@ -209,6 +209,7 @@ def table(
         jobs=jobs,
         console=Console(stderr=True),
     )
+    cells = bench_table.run(sweep)
     tables = {name: bench_table.table(cells, metric=name, against=reference) for name in metrics}
     _show_tables(tables, title="at every site", seeds=seeds, as_json=as_json, markdown=markdown)
 
@@ -235,9 +236,9 @@ def adapt(
     metrics = _metrics(metric)
     budget = bench_table.budget(preset, rounds=rounds)
     check_folder(out)
-    runs = bench_adapt.run(
-        data,
-        out,
+    sweep = bench_table.Sweep(
+        data=data,
+        out=out,
         variants=parse_variants(methods),
         seeds=_numbers(seeds),
         budget=budget,
@@ -246,6 +247,7 @@ def adapt(
         jobs=jobs,
         console=Console(stderr=True),
     )
+    runs = bench_adapt.run(sweep)
     tables = {name: bench_adapt.table(runs, metric=name) for name in metrics}
     _show_tables(tables, title="at the hospital left out", seeds=seeds, as_json=as_json, markdown=markdown)
 

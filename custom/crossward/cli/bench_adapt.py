@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from crossward.cli.bench_table import SIZE, Budget, cell, spread
-from crossward.cli.bench_variants import Variant
+from crossward.cli.bench_table import Sweep, spread
 from crossward.evaluate.metrics import across_domains, score
 from crossward.federation.errors import BadInput
 from crossward.federation.storage import read_json, write_json
-from crossward.imaging.data import load, site_names
+from crossward.imaging.data import SiteData, site_names
 from crossward.site.adapt import adapt
 from crossward.site.handover import read_handover
 
@@ -23,45 +21,34 @@ Runs = Mapping[tuple[str, str], Sequence[Stages]]
 """By method and left-out hospital, its runs in the order of the seeds."""
 
 
-def run(
-    data: Path,
-    out: Path,
-    *,
-    variants: Sequence[Variant],
-    seeds: Sequence[int],
-    budget: Budget,
-    classes: Sequence[str] | None,
-    sites: Sequence[str] | None,
-    jobs: int | None,
-    console: Console,
-) -> Runs:
+def run(sweep: Sweep) -> Runs:
     """Train without each hospital in turn, fit the result to its training images without labels, and test it."""
-    names = sorted(sites or site_names(data))
+    names = sorted(sweep.sites or site_names(sweep.data))
     if len(names) < 3:
-        raise BadInput(f"{data} has {len(names)} site(s); leaving one out needs three or more")
+        raise BadInput(f"{sweep.data} has {len(names)} site(s); leaving one out needs three or more")
     found: dict[tuple[str, str], list[Stages]] = {}
-    for seed in seeds:
+    for seed in sweep.seeds:
         for left_out in names:
-            rest = [name for name in names if name != left_out]
-            cohort = load(data, size=SIZE, classes=classes, sites=rest, seed=seed, fraction=budget.fraction)
-            alone = load(data, size=SIZE, classes=cohort.classes, sites=[left_out], seed=seed, channels=cohort.channels)
-            newcomer = alone.sites[left_out]
-            for variant in variants:
-                study = variant.study(cohort, rounds=budget.rounds, seed=seed, augment=budget.augment)
-                folder = out / f"{variant.folder}-without-{left_out}-{seed}"
-                title = f"{variant.text} without {left_out}, seed {seed}"
-                cell(cohort, study, folder, title=title, jobs=jobs, console=console)
-                done = folder / "adaptation.json"
-                if not done.exists():
-                    fitted = adapt(study, read_handover(folder).tensors, newcomer.train, site=left_out)
-                    labels = newcomer.test.labels.numpy()
-                    scores = {
-                        name: score(stage.answer(newcomer.test).probabilities.numpy(), labels, cohort.classes)
-                        for name, stage in fitted.stages.items()
-                    }
-                    write_json(done, {"distance": fitted.distance, "stages": scores})
-                found.setdefault((variant.text, left_out), []).append(read_json(done)["stages"])
+            cohort = sweep.cohort(seed, [name for name in names if name != left_out])
+            newcomer = replace(sweep, classes=cohort.classes).cohort(seed, [left_out]).sites[left_out]
+            for variant in sweep.variants:
+                folder, _ = sweep.run(cohort, variant, seed, where=f"-without-{left_out}")
+                found.setdefault((variant.text, left_out), []).append(_stages(folder, newcomer))
     return found
+
+
+def _stages(folder: Path, newcomer: SiteData) -> Stages:
+    """Fit a finished run to the hospital that it was trained without, once."""
+    done = folder / "adaptation.json"
+    if not done.exists():
+        handover = read_handover(folder)
+        fitted = adapt(handover.study, handover.tensors, newcomer.train, site=newcomer.name)
+        answers = {name: stage.answer(newcomer.test).probabilities.numpy() for name, stage in fitted.stages.items()}
+        labels = newcomer.test.labels.numpy()
+        scores = {name: score(each, labels, newcomer.classes) for name, each in answers.items()}
+        write_json(done, {"distance": fitted.distance, "stages": scores})
+    stages: Stages = read_json(done)["stages"]
+    return stages
 
 
 def table(runs: Runs, *, metric: str) -> list[dict[str, Any]]:

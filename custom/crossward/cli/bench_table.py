@@ -23,11 +23,10 @@ from crossward.imaging.skew import linear_probabilities, plain_numbers
 from crossward.site.augment import Augmentation
 from crossward.site.inprocess import simulate
 from crossward.site.runfolder import DESCRIPTION, check_same
-from crossward.site.study import Study
 
 METRICS = ("accuracy", "balanced_accuracy", "auc")
 BASELINE = "twelve global numbers"
-SIZE = 32
+_SIZE = 32
 _TRANSFER = ("GATA", "CPRR")
 
 Sites = Mapping[str, Any]
@@ -60,42 +59,62 @@ def budget(preset: str | None, **given: Any) -> Budget:
     return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 
-def run(
-    data: Path,
-    out: Path,
-    *,
-    variants: Sequence[Variant],
-    seeds: Sequence[int],
-    budget: Budget,
-    classes: Sequence[str] | None,
-    sites: Sequence[str] | None,
-    jobs: int | None,
-    console: Console,
-) -> Cells:
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Many runs of one data set, each in a folder of its own.
+
+    Attributes:
+        data: folder of hospitals, or a pack.
+        out: where the runs are.
+        variants: what is run.
+        seeds: with which it is run again.
+        budget: of every run.
+        classes: only these labels.
+        sites: only these sites.
+        jobs: sites that train at once.
+        console: for the progress.
+    """
+
+    data: Path
+    out: Path
+    variants: Sequence[Variant]
+    seeds: Sequence[int]
+    budget: Budget
+    classes: Sequence[str] | None
+    sites: Sequence[str] | None
+    jobs: int | None
+    console: Console
+
+    def cohort(self, seed: int, sites: Sequence[str] | None) -> Cohort:
+        """The images of some sites."""
+        part = self.budget.fraction
+        return load(self.data, size=_SIZE, classes=self.classes, sites=sites, seed=seed, fraction=part)
+
+    def run(self, cohort: Cohort, variant: Variant, seed: int, *, where: str = "") -> tuple[Path, Result]:
+        """Read a finished run, or start or resume it."""
+        study = variant.study(cohort, rounds=self.budget.rounds, seed=seed, augment=self.budget.augment)
+        out = self.out / f"{variant.folder}{where}-{seed}"
+        finished = out / "result.json"
+        if finished.exists():
+            check_same(out, study, cohort)
+            return out, read_result(finished)
+        self.console.print(f"{variant.text}{where.replace('-', ' ')}, seed {seed}", highlight=False, markup=False)
+        with RoundDisplay(self.console, rounds=study.task.rounds, sites=len(cohort.sites)) as display:
+            resume = (out / DESCRIPTION).exists()
+            result = simulate(cohort, study, out, resume=resume, jobs=self.jobs, listen=display)
+        write_result(finished, result)
+        return out, result
+
+
+def run(sweep: Sweep) -> Cells:
     """Run the cells that are not there yet, and give the results of all of them."""
     cells: dict[str, list[Result]] = {BASELINE: []}
-    for seed in seeds:
-        cohort = load(data, size=SIZE, classes=classes, sites=sites, seed=seed, fraction=budget.fraction)
+    for seed in sweep.seeds:
+        cohort = sweep.cohort(seed, sweep.sites)
         cells[BASELINE].append(_baseline(cohort))
-        for variant in variants:
-            study = variant.study(cohort, rounds=budget.rounds, seed=seed, augment=budget.augment)
-            folder = out / f"{variant.folder}-{seed}"
-            result = cell(cohort, study, folder, title=f"{variant.text}, seed {seed}", jobs=jobs, console=console)
-            cells.setdefault(variant.text, []).append(result)
+        for variant in sweep.variants:
+            cells.setdefault(variant.text, []).append(sweep.run(cohort, variant, seed)[1])
     return cells
-
-
-def cell(cohort: Cohort, study: Study, out: Path, *, title: str, jobs: int | None, console: Console) -> dict[str, Any]:
-    """Read a finished run, or start or resume it."""
-    finished = out / "result.json"
-    if finished.exists():
-        check_same(out, study, cohort)
-        return read_result(finished)
-    console.print(title, highlight=False, markup=False)
-    with RoundDisplay(console, rounds=study.task.rounds, sites=len(cohort.sites)) as display:
-        result = simulate(cohort, study, out, resume=(out / DESCRIPTION).exists(), jobs=jobs, listen=display)
-    write_result(finished, result)
-    return result
 
 
 def _baseline(cohort: Cohort) -> Result:
