@@ -1252,14 +1252,41 @@ def test_a_shared_classifier_stays(prototypes: bool) -> None:
         assert torch.equal(method.predict(model, images).probabilities, before)
 
 
-def test_a_classifier_that_the_study_plugged_in_and_shares_stays() -> None:
+def test_whoever_names_the_usual_head_does_not_share_it_unasked() -> None:
     method, model = built(head="softmax")
-    assert set(scopes_of(model, "head").values()) == {Scope.SHARED}
-    images = images_of(4)
-    with torch.no_grad():
-        before = method.predict(model.eval(), images).probabilities
-        method.welcome(model, received())
-        assert torch.equal(method.predict(model, images).probabilities, before)
+    assert set(scopes_of(model, "head").values()) == {Scope.LOCAL}
+    assert not any(name.startswith("head.") for name in method.algebra(TASK, model).sent)
+    _, shared = built(FedCode(share_head=True), head="softmax")
+    assert set(scopes_of(shared, "head").values()) == {Scope.SHARED}
+
+
+@pytest.mark.parametrize(
+    ("method", "plugs", "needed"),
+    [
+        (FedCode(), {}, {"prototypes"}),
+        (FedCode(), {"head": "softmax"}, {"prototypes"}),
+        (FedCode(share_head=True), {}, set()),
+        (FedCode(), {"head": "evidential"}, set()),
+    ],
+)
+def test_prototypes_are_handed_over_only_where_they_have_to_answer(
+    method: FedCode, plugs: dict[str, str], needed: set[str]
+) -> None:
+    assert method.welcomes(method.build(TASK, **plugs)) == needed
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_contrasts_and_styles_are_not_worked_out_in_half_precision(half: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    semantic, style, classes, styles = torch.rand(4, 5, 8, generator=generator) + 0.1
+    labels = torch.arange(5)
+    whole = semantic_contrast(semantic, style, labels, classes, styles, 0.5)
+    with torch.autocast("cpu", dtype=half):
+        assert torch.equal(semantic_contrast(semantic, style, labels, classes, styles, 0.5), whole)
+    norm = StyleAwareNorm(8).eval()
+    maps = torch.randn(2, 8, 3, 3, generator=generator).to(half)
+    assert torch.equal(norm(maps), norm(maps.float()))
+    assert norm(maps).dtype == torch.float32
 
 
 def test_with_evidential_heads_the_global_one_answers_and_a_local_block_is_left_out() -> None:

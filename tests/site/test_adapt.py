@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from made_up_sites import made_up_cohort, made_up_site, made_up_study
 
 from crossward.federation.errors import BadInput, SiteFailure
+from crossward.federation.storage import write_tensors
 from crossward.imaging.data import SiteData
-from crossward.site.adapt import ADAPTED, ADAPTED_OWN, AS_RECEIVED, OWN_STATISTICS, Adapted, adapt
+from crossward.methods import create
+from crossward.site.adapt import (
+    ADAPTED,
+    ADAPTED_OWN,
+    AS_RECEIVED,
+    OWN_STATISTICS,
+    Adapted,
+    adapt,
+    read_adapted,
+    write_adapted,
+)
 from crossward.site.handover import Handover, read_handover
 from crossward.site.inprocess import simulate
 
@@ -105,6 +117,40 @@ def test_other_methods_take_their_own_statistics_and_nothing_else(handover: Hand
     assert result.losses == []
     assert result.distance is None
     assert 0 <= (result.deployed.accuracy(newcomer.test) or 0) <= 1
+
+
+@pytest.mark.parametrize("handover", ["fdse", "fedbn", "f2dc", "rfeddis", "fedcode"], indirect=True)
+def test_a_written_model_gives_the_same_answers_when_it_is_read(
+    handover: Handover, newcomer: SiteData, tmp_path: Path
+) -> None:
+    result = fitted(handover, newcomer, epochs=1)
+    write_adapted(tmp_path / "adapted", handover, result)
+    again = read_adapted(tmp_path / "adapted", site="cedar")
+    one, two = (model.answer(newcomer.test).probabilities for model in (result.deployed, again))
+    assert torch.equal(one, two)
+    write_tensors(tmp_path / "other", {"a": torch.zeros(1)}, {})
+    with pytest.raises(BadInput, match="not an adapted model"):
+        read_adapted(tmp_path / "other", site="cedar")
+
+
+def test_without_batch_norm_there_are_no_statistics_to_speak_of(newcomer: SiteData) -> None:
+    study = made_up_study("fdse")
+    study = replace(study, task=replace(study.task, norm="group"))
+    tensors = study.method.start(study.task, study.model()).tensors
+    assert list(adapt(study, tensors, newcomer.train, site="cedar").stages) == [AS_RECEIVED]
+
+
+def test_erasers_that_never_left_their_sites_cannot_be_handed_over(newcomer: SiteData) -> None:
+    study = made_up_study(create("fdse", personal="local"))
+    tensors = study.method.start(study.task, study.model()).tensors
+    with pytest.raises(BadInput, match="keeps every skew eraser at its site"):
+        adapt(study, tensors, newcomer.train, site="cedar")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_learning_rate_that_is_none_is_refused(handover: Handover, newcomer: SiteData, rate: float) -> None:
+    with pytest.raises(BadInput, match="learning rate"):
+        fitted(handover, newcomer, learning_rate=rate)
 
 
 def test_one_image_is_too_few(handover: Handover, newcomer: SiteData) -> None:

@@ -17,12 +17,12 @@ from crossward.cli.study_options import check_folder
 from crossward.evaluate.facts import finite
 from crossward.evaluate.metrics import wilson_interval
 from crossward.evaluate.table import percent
-from crossward.federation.storage import write_json, write_tensors
+from crossward.federation.storage import write_json
 from crossward.imaging.data import Split
 from crossward.imaging.folder import LABELS
 from crossward.imaging.held_out import load_held_out_set
 from crossward.imaging.unlabelled import load_unlabelled
-from crossward.site.adapt import EPOCHS, LEARNING_RATE, Adapted
+from crossward.site.adapt import EPOCHS, LEARNING_RATE, Adapted, write_adapted
 from crossward.site.adapt import adapt as adapt_to
 from crossward.site.handover import Handover, read_handover
 from crossward.site.newcomer import halves
@@ -74,8 +74,7 @@ def adapt(
         listen=listen,
     )
     facts = finite(_facts(handover, images, adapted, data))
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapted.deployed.model.state_dict().items()}
-    write_tensors(out / "adapted.safetensors", tensors, {"study": json.dumps(handover.study.options())})
+    write_adapted(out / "adapted.safetensors", handover, adapted)
     write_json(out / "adaptation.json", facts)
     if as_json:
         typer.echo(json.dumps(facts, indent=2, allow_nan=False))
@@ -107,7 +106,7 @@ def _opening(handover: Handover, images: Images, data: Path) -> str:
 
 
 def _facts(handover: Handover, images: Images, adapted: Adapted, data: Path) -> dict[str, Any]:
-    shown = images.test or images.fitting
+    shown, classes = images.test or images.fitting, handover.study.task.classes
     answers = {name: stage.answer(shown) for name, stage in adapted.stages.items()}
     first = next(iter(answers.values())).probabilities.argmax(1)
     stages = {}
@@ -119,7 +118,7 @@ def _facts(handover: Handover, images: Images, adapted: Adapted, data: Path) -> 
             "accuracy_interval": None if right is None else wilson_interval(right, len(shown)),
             "uncertainty": float(answer.uncertainty.mean()),
             "changed": float((chosen != first).double().mean()),
-            "answers": dict(zip(handover.study.task.classes, chosen.bincount(minlength=0).tolist(), strict=False)),
+            "answers": dict(zip(classes, chosen.bincount(minlength=len(classes)).tolist(), strict=True)),
         }
     return {
         "method": handover.study.method.name,

@@ -75,8 +75,8 @@ def show_personal(console: Console, result: Mapping[str, Any]) -> None:
         table.add_column(heading)
     for name, site in result["sites"].items():
         got = site.get("personal")
-        same = "not told" if got is None else "the same" if got == sent.get(name) else f"other: {got[:16]}"
-        table.add_row(Text(name), sent.get(name, "–")[:16], same)
+        same = "not told" if got is None else "the same" if got == sent.get(name, got) else f"other: {got[:16]}"
+        table.add_row(Text(name), sent[name][:16] if name in sent else "the common start", same)
     console.print(table)
 
 

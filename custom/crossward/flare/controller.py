@@ -105,8 +105,8 @@ class FederationController(Controller):
                 self._keep(progress, folder / "events.jsonl", fl_ctx)
             result = _result(study, coordinator, best, published, run=run, seconds=time.monotonic() - began)
             for place in (folder, results):
-                write_handover(place / HANDOVER, study, coordinator.best_state())
                 write_result(place / RESULT, result)
+                write_handover(place / HANDOVER, study, coordinator.best_state())
             return best
 
     def _keep(self, progress: Progress, path: Path, fl_ctx: FLContext) -> None:

@@ -61,7 +61,7 @@ def load_unlabelled(path: Path, *, size: int, channels: int, progress: Progress 
             check_shape(file, film, size)
         except BadInput as error:
             # The reason begins with the file's name, which may say whose scan it is.
-            return None, str(error).partition(": ")[2]
+            return None, str(error).removeprefix(f"{file.name}: ")
         image = fit(film)
         return (image, film.scanner) if len(image) <= channels else (None, "in colour, and the study's images are grey")
 

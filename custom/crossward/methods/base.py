@@ -272,9 +272,6 @@ class Method:
     clip: ClassVar[float] = 0.0
     """Largest norm of a step's gradient where the study does not say; none if 0."""
 
-    welcomes: ClassVar[frozenset[str]] = frozenset()
-    """Extras that a hospital which did not train needs beside the shared model."""
-
     def block(self, task: Task, backbone: Backbone) -> FeatureBlock:
         """The feature block of this method, where the study does not say."""
         del task, backbone
@@ -359,6 +356,11 @@ class Method:
         """
         del received
         model.forget_local()
+
+    def welcomes(self, model: Model) -> frozenset[str]:
+        """Extras that such a hospital needs beside the shared model."""
+        del model
+        return frozenset()
 
     def adaptable(self, model: Model) -> Sequence[str]:
         """The parameters that such a hospital fits to its images without labels; none unless the method has a way."""

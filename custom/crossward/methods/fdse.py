@@ -33,13 +33,11 @@ from crossward.federation.rules import EqualMean, Rule, SampleMean, divide
 from crossward.federation.scopes import Scope, layout_of, mark, names_in
 from crossward.methods.base import Batch, BlockFactory, Context, HeadFactory, Method, Model, Task, Trace
 from crossward.methods.registry import register
-from crossward.nets.layers import LayerShape, MapNorm, Norm, make_norm, make_point_norm
+from crossward.nets.layers import LayerShape, MapNorm, Norm, at_least_single, make_norm, make_point_norm
 
 FLATTEST = 1e-10
 """Directions flatter than this count as this steep, so that sites with equal updates share their weight evenly."""
-
-_STATISTICS = "statistics/"
-_RUNNING = ("running_mean", "running_var")
+_STATISTICS, _RUNNING = "statistics/", ("running_mean", "running_var")
 
 
 class Expansion(nn.Conv2d):
@@ -105,11 +103,6 @@ class DecomposedConv(nn.Module):
         mark(self.norm_dse, parameters=personal, buffers=Scope.LOCAL)
         mark(self.dse, parameters=personal, buffers=personal)
 
-    @property
-    def momentum(self) -> float:
-        """The part of a batch's statistics in the running ones."""
-        return float(getattr(self.norm_dfe, "momentum", 0.0))
-
     def forward(self, features: Tensor) -> Tensor:
         extracted = self.between(self.norm_dse(self.dfe(features)))
         erased = self.dse(extracted)
@@ -118,7 +111,7 @@ class DecomposedConv(nn.Module):
         erased = erased[:, : self.channels_out]
         if self.training and torch.is_grad_enabled() and isinstance(self.norm_dfe, MapNorm) and erased.numel():
             # Mean and biased variance of the batch (Eq. 4), and the running ones before it.
-            variance, mean = torch.var_mean(erased.float(), dim=(0, 2, 3), correction=0)
+            variance, mean = torch.var_mean(at_least_single(erased), dim=(0, 2, 3), correction=0)
             self.statistics = torch.stack([mean, variance, *(self.norm_dfe.get_buffer(name) for name in _RUNNING)])
         out: Tensor = self.activation(self.norm_dfe(erased))
         return out
@@ -379,6 +372,12 @@ class FDSE(Method):
             terms["consistency"] = self.consistency * self.adaptation(model, trace, context)
         return terms
 
+    def welcome(self, model: Model, received: Tensors) -> None:
+        """A new hospital needs erasers to begin with."""
+        super().welcome(model, received)
+        if self.personal == "local":
+            raise BadInput("fdse with personal=local keeps every skew eraser at its site: there is none for a newcomer")
+
     def adaptable(self, model: Model) -> Sequence[str]:
         """The DSE modules (Sec. 5.4) of layers that have statistics."""
         fitted = [name for name, layer in decomposed_layers(model) if isinstance(layer.norm_dfe, MapNorm)]
@@ -390,7 +389,7 @@ class FDSE(Method):
         statistics, layers, losses = _statistics_of(trace), dict(decomposed_layers(model)), []
         for name, (mean, variance, running_mean, running_var) in statistics.items():
             global_mean, global_var = (context.received[f"{name}.norm_dfe.{kind}"] for kind in _RUNNING)
-            keep = 1 - layers[name].momentum
+            keep = 1 - float(layers[name].norm_dfe.momentum)  # type: ignore[arg-type]
             losses.append(consistency(mean, variance, running_mean, running_var, global_mean, global_var, keep))
         return (depth_weights(len(losses), self.beta).to(trace.pooled.device) * torch.stack(losses)).sum()
 

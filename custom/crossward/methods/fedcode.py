@@ -43,12 +43,11 @@ from crossward.methods.base import (
 )
 from crossward.methods.registry import register
 from crossward.nets import Backbone
-from crossward.nets.layers import LayerShape, is_normalisation
+from crossward.nets.layers import LayerShape, at_least_single, is_normalisation
 
-REDUCTION = 16
-"""Squeeze-and-excitation has C / 16 hidden units, as in its own paper."""
+REDUCTION, FEWEST_HIDDEN = 16, 4
+"""Squeeze-and-excitation has C / 16 hidden units, as in its own paper, and not fewer than four."""
 
-FEWEST_HIDDEN = 4
 SEMANTIC, STYLE = "prototypes", "style"
 """Names of the extras: mean semantic features by class [K,d], and the mean style [1,d], received as [J,d]."""
 
@@ -69,6 +68,7 @@ class StyleAwareNorm(nn.Module):
         self._eps = eps
 
     def forward(self, features: Tensor) -> Tensor:
+        features = at_least_single(features)
         variance, mean = torch.var_mean(features, dim=(2, 3), correction=0, keepdim=True)
         style = features - (features - mean) * torch.rsqrt(variance + self._eps)
         # The mean of F_style over a map is that of F: the normalised map has none.
@@ -122,7 +122,8 @@ def decoupling(semantic: Tensor, style: Tensor) -> Tensor:
 
 
 def _cosines(vectors: Tensor, prototypes: Tensor) -> Tensor:
-    return functional.normalize(vectors, dim=1) @ functional.normalize(prototypes, dim=1).T
+    with torch.autocast(vectors.device.type, enabled=False):
+        return functional.normalize(vectors, dim=1) @ functional.normalize(prototypes, dim=1).T
 
 
 def _centre(prototypes: Tensor) -> Tensor:
@@ -299,7 +300,6 @@ class FedCode(Method):
     title: ClassVar[str] = "Contrastive feature decoupling"
     normalisation: ClassVar[str] = "the semantic encoder's averaged with its statistics; the style encoder's local"
     clip: ClassVar[float] = 10.0
-    welcomes: ClassVar[frozenset[str]] = frozenset({SEMANTIC})
 
     alpha: float = 20.0
     beta: float = 1.0
@@ -322,18 +322,14 @@ class FedCode(Method):
         if self.holders < 1:
             raise BadInput(f"fedcode: holders is {self.holders}, and must be at least 1")
 
-    def head(self, task: Task, features: int) -> Head:
-        head = super().head(task, features)
-        if not self.share_head:
-            mark(head, parameters=Scope.LOCAL, buffers=Scope.LOCAL)
-        return head
-
     def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
         plain = super().assemble(task, block, head)
         style = task.backbone(_style_layer if self.style_norm == "sain" else None)
         return TwoEncoders(plain.backbone, plain.block, plain.head, style, classes=len(task.classes))
 
     def place(self, model: Model) -> None:
+        if isinstance(model.head, SoftmaxHead) and not self.share_head:
+            mark(model.head, parameters=Scope.LOCAL, buffers=Scope.LOCAL)
         if self.local_norm:
             mark_where(model, is_normalisation, parameters=Scope.LOCAL)
 
@@ -374,10 +370,14 @@ class FedCode(Method):
         means = sums / torch.cat([counts, counts.sum().view(1)]).clamp_min(1).unsqueeze(1)
         return {SEMANTIC: means[:-1].float(), STYLE: means[-1:].float()}
 
+    def welcomes(self, model: Model) -> frozenset[str]:
+        leaves = any(spec.scope.leaves for spec in layout_of(model.head).values())
+        return frozenset() if leaves else frozenset({SEMANTIC})
+
     def welcome(self, model: Model, received: Tensors) -> None:
         """Without a classifier of its own a new hospital answers by the class prototypes."""
         super().welcome(model, received)
-        if any(spec.scope.leaves for spec in layout_of(model.head).values()):
+        if SEMANTIC not in self.welcomes(model):
             return
         prototypes = received.get(SEMANTIC)
         if prototypes is None or not prototypes.any():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -36,6 +37,11 @@ class MapNorm(_LoneSample, nn.BatchNorm2d):
 
 class VectorNorm(_LoneSample, nn.BatchNorm1d):
     """BatchNorm of vectors [b,c]."""
+
+
+def at_least_single(values: Tensor) -> Tensor:
+    """Values in single precision or better, for sums and differences that half precision would spoil."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def make_norm(norm: Norm, channels: int) -> nn.Module:

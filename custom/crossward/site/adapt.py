@@ -7,9 +7,12 @@ skew erasers, Sec. 5.4) then trains those, and nothing else, on its own label-fr
 from __future__ import annotations
 
 import copy
+import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,15 +21,18 @@ from crossward.federation.contract import Tensors
 from crossward.federation.errors import BadInput, SiteFailure
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.federation.seeds import derive
+from crossward.federation.storage import read_tensors, write_tensors
 from crossward.imaging.data import Split, batches
 from crossward.methods.base import Context, Method, Model
 from crossward.site.deployed import Deployed
 from crossward.site.devices import Device
+from crossward.site.handover import Handover
 from crossward.site.study import Study
 from crossward.site.trainer import refreshed
 
 EPOCHS = 20
 LEARNING_RATE = 1e-3
+_FORMAT = "crossward.adapted/1"
 AS_RECEIVED, OWN_STATISTICS = "as received", "own statistics"
 ADAPTED, ADAPTED_OWN = "adapted", "adapted, own statistics"
 
@@ -79,26 +85,54 @@ def adapt(
     """
     if len(images) < 2:
         raise BadInput(f"{site}: {len(images)} image(s) have no statistics to fit a model to; give two or more")
+    if not 0 < learning_rate < math.inf:
+        raise BadInput(f"a learning rate of {learning_rate} is not a finite number above 0")
     model, device = welcomed(study, received, site=site)
     method, seed = study.method, study.training.seed
-    shared = _shared_statistics(model)
+    statistics, shared = any(isinstance(module, _BatchNorm) for module in model.modules()), _shared_statistics(model)
 
     def stage(fitted: Model, *, own: bool) -> Deployed:
         order = derive(seed, site, "refresh")
         keep = frozenset() if own else shared
         return Deployed(site, refreshed(fitted, images, device=device, seed=order, keep=keep), method, device)
 
-    before = {AS_RECEIVED: stage(model, own=False)} if shared else {}
-    own = stage(model, own=True)
+    before = {AS_RECEIVED: stage(model, own=False)} if shared or not statistics else {}
+    own = {OWN_STATISTICS: stage(model, own=True)} if statistics else {}
     if not method.adaptable(model):
-        return Adapted(stages={**before, OWN_STATISTICS: own})
+        return Adapted(stages={**before, **own})
     context = Context(site, study.task.rounds, study.task.rounds, _on(device, received), torch.Generator(device.kind))
     fitting = _Fitting(method, images, context, device, study.training.batch_size, seed)
     distance = fitting.distance(model)
     losses = fitting.run(model, epochs=epochs, learning_rate=learning_rate, listen=listen)
     after = {ADAPTED: stage(model, own=False)} if shared else {}
-    stages = {**before, **after, OWN_STATISTICS: own, ADAPTED_OWN: stage(model, own=True)}
-    return Adapted(stages=stages, losses=losses, distance=(distance, fitting.distance(model)))
+    stages = {**before, **after, **own, ADAPTED_OWN: stage(model, own=True)}
+    last = fitting.distance(model)
+    if not math.isfinite(last):
+        raise fitting.diverged(epochs)
+    return Adapted(stages=stages, losses=losses, distance=(distance, last))
+
+
+def write_adapted(path: Path, handover: Handover, adapted: Adapted) -> None:
+    """Write the deployed model, with the study that it is a model of."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapted.deployed.model.state_dict().items()}
+    study = json.dumps(handover.study.options(), allow_nan=False)
+    # Extras such as prototypes make the model again when it is read.
+    write_tensors(path, {**handover.tensors, **tensors}, {"format": _FORMAT, "study": study})
+
+
+def read_adapted(path: Path, *, site: str) -> Deployed:
+    """Read a model that ``write_adapted`` wrote.
+
+    Raises:
+        BadInput: it is of another kind.
+    """
+    tensors, metadata = read_tensors(path)
+    if metadata.get("format") != _FORMAT:
+        raise BadInput(f"{path} is not an adapted model; crossward adapt writes them")
+    study = Study.from_options(json.loads(metadata["study"]))
+    model, device = welcomed(study, tensors, site=site)
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()})
+    return Deployed(site, model.eval(), study.method, device)
 
 
 def welcomed(study: Study, received: Tensors, *, site: str) -> tuple[Model, Device]:
@@ -162,37 +196,42 @@ class _Fitting:
     def _epoch(self, model: Model, optimiser: torch.optim.Optimizer, epoch: int) -> float:
         model.train()
         total, count = 0.0, 0
-        for images in self._batches(epoch):
+        for images in self._batches(epoch, whole=True):
             optimiser.zero_grad(set_to_none=True)
-            with self.device.autocast():
-                loss = self.method.adaptation(model, model(images), self.context)
+            # In single precision: half would round the gradients of so small a loss to nothing.
+            loss = self.method.adaptation(model, model(images), self.context)
             if not torch.isfinite(loss):
-                raise SiteFailure(
-                    site=self.context.site,
-                    round_number=self.context.round_number,
-                    cause=f"the label-free loss is not a finite number any more in epoch {epoch}",
-                    remedy="Lower --lr; the federation's model is as it was",
-                )
+                raise self.diverged(epoch)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             total, count = total + float(loss.detach()) * len(images), count + len(images)
         return total / count
+
+    def diverged(self, epoch: int) -> SiteFailure:
+        """The loss is no number any more."""
+        return SiteFailure(
+            site=self.context.site,
+            round_number=self.context.round_number,
+            cause=f"the label-free loss is not a finite number any more in epoch {epoch}",
+            remedy="Lower --lr; the federation's model is as it was",
+        )
 
     def distance(self, model: Model) -> float:
         """The loss of every batch, averaged over all images."""
         model = copy.deepcopy(model).train()
         total, count = 0.0, 0
         with _without_memory(model):
-            for images in self._batches(0):
+            for images in self._batches(0, whole=False):
                 total += float(self.method.adaptation(model, model(images), self.context).detach()) * len(images)
                 count += len(images)
         return total / count
 
-    def _batches(self, epoch: int) -> list[torch.Tensor]:
+    def _batches(self, epoch: int, *, whole: bool) -> Iterator[torch.Tensor]:
+        """Images in the order of an epoch; only in whole batches, or all of them."""
         size = min(self.batch_size, len(self.images))
         order = derive(self.seed, self.context.site, "adapt", epoch)
-        loader = batches(self.images, batch_size=size, seed=order, drop_last=True)
-        return [self.device.images(images) for images, _ in loader]
+        loader = batches(self.images, batch_size=size, seed=order, drop_last=whole)
+        return (self.device.images(images) for images, _ in loader)
 
 
 @contextmanager
@@ -205,9 +244,11 @@ def _without_memory(model: Model) -> Iterator[None]:
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 1.0
-    yield
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
 
 
 def _shared_statistics(model: Model) -> frozenset[str]:

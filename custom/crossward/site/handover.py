@@ -29,7 +29,7 @@ class Handover:
     Attributes:
         study: what was run.
         round_number: whose model it is.
-        tensors: everything that leaves a site, extras such as prototypes included.
+        tensors: the shared model, and what else a newcomer needs.
     """
 
     study: Study
@@ -42,7 +42,7 @@ def write_handover(path: Path, study: Study, state: State) -> None:
     options = json.dumps(study.options(), allow_nan=False)
     metadata = {"format": _FORMAT, "study": options, "round": str(state.round_number)}
     model = study.model()
-    needed = {*names_in(layout_of(model), *(scope for scope in Scope if scope.leaves)), *study.method.welcomes}
+    needed = {*names_in(layout_of(model), *(scope for scope in Scope if scope.leaves)), *study.method.welcomes(model)}
     write_tensors(path, {name: tensor for name, tensor in state.common().items() if name in needed}, metadata)
 
 
@@ -53,12 +53,8 @@ def read_handover(path: Path) -> Handover:
         BadInput: there is none, or it is of another kind.
     """
     if path.is_dir():
-        found = [
-            path / HANDOVER,
-            path / "server" / HANDOVER,
-            *sorted(path.glob(f"job-results/*/workspace/*/{HANDOVER}")),
-        ]
-        path = next((place for place in found if place.exists()), path / HANDOVER)
+        found = [place for pattern in _PLACES for place in sorted(path.glob(pattern))]
+        path = found[0] if found else path / HANDOVER
     if not path.is_file():
         raise BadInput(
             f"{path} is not there; give the folder of a finished run (crossward simulate, ./poc/run), "
