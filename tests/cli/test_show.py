@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from rich.console import Console
@@ -10,10 +11,9 @@ from crossward.cli.show import show_personal
 
 
 def shown(sent: dict[str, str], received: dict[str, str | None]) -> str:
-    console = Console(width=100, record=True, quiet=False)
+    console = Console(file=io.StringIO(), width=100, record=True)
     result: dict[str, Any] = {"personal": sent, "sites": {name: {"personal": got} for name, got in received.items()}}
-    with console.capture():
-        show_personal(console, result)
+    show_personal(console, result)
     return console.export_text()
 
 
