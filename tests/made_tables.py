@@ -59,6 +59,7 @@ ARISES: Mapping[Code, str] = {
     Code.POLICY: "the site's `local/privacy.json` has no scope with the gate, or a setting that is not understood",
     Code.BUSY: "another process has held the lock of the site's state for 20 seconds",
     Code.DATA_CHANGED: "a run goes on, and the images are not those in the site's `run.json`",
+    Code.NOT_PREPARED: "the site has a `site.yaml`; its cache lacks the job's images, is older than it, or is damaged",
     Code.DIVERGED: "training, or the test at the end, gave numbers that are not finite",
     Code.MEMORY: "the site's process, or its GPU, could get no more memory",
     Code.INTERNAL: "the site met an error that is on no list",

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.data import Split, batches, load
+from crossward.imaging.data import Split, load
+from crossward.imaging.loading import batches
 
 TWO = [0, 1] * 30
 

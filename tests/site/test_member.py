@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.imaging.prepared_sites import Hospital
 from tests.site.made_up_sites import BATCH, NARROW, SITES, die, made_up_study, same_bits
 from tests.site.packs import carried, cohort_in, fill, write_packs
 
@@ -634,3 +635,68 @@ def test_a_site_that_is_killed_while_it_writes_keeps_what_it_had_and_goes_on_to_
     assert same_bits(kept, read_tensors(tmp_path / "undisturbed/runs" / RUN / "vault" / "local-0001.safetensors")[0])
     np.testing.assert_equal(made(study).answer(TRAIN, rounds[1]), expected[1])
     assert not list(folder.rglob("*.part"))
+
+
+@pytest.fixture
+def prepared_hospital(tmp_path: Path) -> Hospital:
+    return Hospital(tmp_path / "hospital").films(40, labels=("clear", "nodule", "mass"))
+
+
+def prepared_study() -> Study:
+    study = made_up_study()
+    return replace(study, task=replace(study.task, classes=("clear", "mass", "nodule"), channels=1))
+
+
+def test_a_prepared_site_trains_from_its_cache_alone(
+    prepared_hospital: Hospital, made: Any, training_calls: list[int]
+) -> None:
+    study = prepared_study()
+    prepared_hospital.prepare(size=study.task.size)
+    shutil.rmtree(prepared_hospital.folder / "images")
+    member = made(study, data=prepared_hospital.folder)
+    answer = member.answer(TRAIN, addressed(study, 1, start_of(study)))
+    assert answer["code"] == OK
+    assert training_calls == [1]
+    Declaration(study).rebuild(TRAIN, answer)
+
+
+def test_a_site_that_is_not_prepared_for_the_job(
+    prepared_hospital: Hospital, made: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    study = prepared_study()
+    size = study.task.size
+
+    def answered() -> Code:
+        member = made(study, data=prepared_hospital.folder)
+        answer = member.answer(JOIN, addressed(study, 0))
+        member.close()
+        if answer == {"code": OK}:
+            return Code.VERSION
+        Declaration(study).rebuild(JOIN, answer)
+        return only_code(answer)
+
+    assert answered() is Code.NOT_PREPARED
+    assert f"--size {size} --channels 1" in caplog.text
+    prepared_hospital.prepare(size=size * 2)
+    assert answered() is Code.NOT_PREPARED
+    prepared_hospital.prepare(size=size)
+    assert answered() is Code.VERSION
+    prepared_hospital.film("late.dcm", "PLANTED-late", "cyst")
+    assert answered() is Code.NOT_PREPARED
+    prepared_hospital.prepare(size=size)
+    assert answered() is Code.LABELS
+    (prepared_hospital.folder / "site.yaml").write_text("version: 1\n")
+    assert answered() is Code.UNREADABLE_DATA
+    for word in ("PLANTED", "SECRET", "late.dcm"):
+        assert word not in caplog.text
+
+
+def test_a_picture_that_is_damaged_during_a_run_stops_it(prepared_hospital: Hospital, made: Any) -> None:
+    study = prepared_study()
+    manifest = prepared_hospital.prepare(size=study.task.size)
+    member = made(study, data=prepared_hospital.folder)
+    assert member.answer(JOIN, addressed(study, 0)) == {"code": OK}
+    pixels = prepared_hospital.folder / "cache" / f"{study.task.size}x{study.task.size}x1" / manifest.pixels
+    with pixels.open("r+b") as stream:
+        stream.write(bytes(pixels.stat().st_size))
+    assert only_code(member.answer(TRAIN, addressed(study, 1, start_of(study)))) is Code.NOT_PREPARED

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -344,3 +344,25 @@ def test_an_empty_batch_teaches_nothing_and_does_no_harm(
     assert tally[LOSS].item() == tally[SEEN].item() == tally[CORRECT].item() == 0
     assert all(torch.equal(parameter, before[key]) for key, parameter in model.named_parameters())
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+def test_styled_images_are_trained_on_with_their_rows_and_a_seed_of_the_step(recording: Recording) -> None:
+    split = made_up_split(20, seed=1)
+    seen: list[tuple[list[int], float]] = []
+
+    def style(images: torch.Tensor, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        assert torch.equal(images, split.images[rows])
+        seen.append((rows.tolist(), float(torch.rand((), generator=generator))))
+        return images + 7
+
+    draws = []
+    for _ in range(2):
+        seen.clear()
+        recording.batches.clear()
+        train(recording, replace(split, style=style))
+        draws.append(list(seen))
+        for batch, (rows, _) in zip(recording.batches, seen, strict=True):
+            assert torch.equal(batch.images, split.images[rows] + 7)
+            assert torch.equal(batch.labels, split.labels[rows])
+    assert draws[0] == draws[1]
+    assert len({draw for _, draw in draws[0]}) == len(draws[0]) > 1

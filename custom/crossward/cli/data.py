@@ -1,4 +1,4 @@
-"""``crossward data``: make and look at images."""
+"""``crossward data``: what a hospital does with its images before it trains: look, check, prepare, clean, fetch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from crossward.cli.data_check import check
+from crossward.cli.data_deidentify import deidentify_folder
+from crossward.cli.data_prepare import prepare
+from crossward.cli.data_pull import pull
+from crossward.cli.data_receive import receive
+from crossward.cli.data_scan import scan
 from crossward.cli.progress import counting
 from crossward.imaging.phantom import USUAL_PATIENTS, write_hospitals
 from crossward.imaging.sheet import contact_sheet
 
-app = typer.Typer(help="Make and look at images.", no_args_is_help=True)
+app = typer.Typer(help="Make, inspect, prepare, clean and fetch DICOM images.", no_args_is_help=True)
+for command in (scan, check, prepare, pull, receive):
+    app.command()(command)
+app.command("deidentify")(deidentify_folder)
 
 
 @app.callback()
 def root() -> None:
-    """Make and look at images."""
+    """Make, inspect, prepare, clean and fetch DICOM images."""
 
 
 @app.command("phantom")

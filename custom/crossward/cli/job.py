@@ -13,6 +13,7 @@ import typer
 from rich.console import Console as Screen
 from rich.table import Table
 
+from crossward.cli.job_simulator import simulator
 from crossward.cli.progress import JobDisplay
 from crossward.cli.study_options import (
     Augment,
@@ -60,6 +61,7 @@ from crossward.site.study import Study
 from crossward.site.trainer import Training
 
 app = typer.Typer(help="Write, submit, follow and explain FLARE jobs.", no_args_is_help=True)
+app.command("simulator")(simulator)
 
 Kit = Annotated[
     Path, typer.Option("--kit", envvar="CROSSWARD_ADMIN_KIT", help="An administrator's kit: the folder with startup/.")

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
 from crossward.federation.errors import BadInput
-from crossward.imaging import folder, pack
-from crossward.imaging.pictures import normalised
-from crossward.imaging.splits import TEST, TRAIN, VAL, Listing, Progress, keep_patients
+from crossward.imaging import folder, pack, prepared
+from crossward.imaging.prepared import Images, PreparedListing, Style, for_model, rows_of
+from crossward.imaging.splits import TEST, TRAIN, VAL, Listing, Progress, choose_sites, keep_patients
 
 SMALLEST_SIZE = 8
 Kind = Literal["dicom hospitals", "pack"]
@@ -31,16 +30,19 @@ class Split:
     """The images of one part of a site.
 
     Attributes:
-        images: float32 [n,c,h,w], normalised to (x - 0.5) / 0.25.
+        images: float32 [n,c,h,w], normalised to (x - 0.5) / 0.25; of a prepared site they stay on disk until they are
+            asked for.
         labels: int64 [n], index into the cohort's classes.
         patients: the patient (or group of images) each image belongs to.
         ids: what names the image within its site.
+        style: scanner-style augmentation of training images, where ``site.yaml`` asks for it.
     """
 
-    images: torch.Tensor
+    images: Images
     labels: torch.Tensor
     patients: tuple[str, ...]
     ids: tuple[str, ...]
+    style: Style | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,9 +50,8 @@ class Split:
     def rows(self, where: Sequence[int] | NDArray[np.bool_] | NDArray[np.integer[Any]]) -> Split:
         """Some of the images, in the order of their numbers in ``where``, or those that it marks."""
         chosen = np.arange(len(self))[where if isinstance(where, np.ndarray) else list(where)]
-        index = torch.from_numpy(chosen)
         patients, ids = (tuple(names[row] for row in chosen) for names in (self.patients, self.ids))
-        return Split(self.images[index], self.labels[index], patients, ids)
+        return Split(rows_of(self.images, chosen), self.labels[torch.from_numpy(chosen)], patients, ids)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ def load(
 ) -> Cohort:
     """Reads a folder of hospitals or a pack. Lists and labels are checked before the first picture is read.
 
+    Of a hospital with a ``site.yaml`` only what `crossward data prepare` made is read, and ``site.yaml`` decides which
+    patients are in which split.
+
     Args:
         path: a folder with one sub-folder of DICOM per hospital, one such hospital, or one .npz file per site.
         size: height and width of the images.
@@ -122,7 +126,7 @@ def load(
     """
     _check_options(size=size, fraction=fraction, batch_size=batch_size)
     kind = _kind(path)
-    listings = _listings(path, kind, sites=sites, seed=seed)
+    listings = _listings(path, kind, sites=sites, seed=seed, size=size, channels=channels)
     chosen = _chosen_classes(listings, classes, declared=kind == "pack")
     warnings = _absent_classes(listings, chosen)
     rows = {}
@@ -130,7 +134,7 @@ def load(
         kept = _kept_rows(listing, chosen, seed=seed, fraction=fraction)
         warnings += _check_site(listing, kept, lenient=lenient, batch_size=batch_size)
         rows[listing.site] = kept
-    pictures = {listing.site: listing.read(rows[listing.site], size=size, progress=progress) for listing in listings}
+    pictures = {listing.site: _read(listing, rows[listing.site], size=size, progress=progress) for listing in listings}
     most = max(images.shape[1] for images, _ in pictures.values())
     if channels is not None and most > channels:
         raise BadInput("the images are in colour, and the study's are grey; export the study with --channels 3")
@@ -144,21 +148,53 @@ def load(
         kind=kind,
         channels=channels,
         size=size,
-        phantom=kind == "dicom hospitals" and folder.is_phantom(path),
+        phantom=kind == "dicom hospitals" and (folder.is_phantom(path) or any(map(_made_up, listings))),
         source=str(path),
         warnings=tuple(warnings),
     )
 
 
-def labels_of(path: Path, name: str) -> Counter[str]:
-    """How many images of each label one site has; no image is opened."""
-    return Counter(_listings(path, _kind(path), sites=[_site_in(path, name)], seed=0)[0].labels)
+def labels_of(path: Path, name: str, *, size: int | None = None, channels: int | None = None) -> Counter[str]:
+    """How many images of each label one site has; no image is opened.
+
+    Args:
+        path: as for `load_site`.
+        name: of the site in the study.
+        size: of the study's images, where the site has them prepared.
+        channels: likewise.
+    """
+    site = _site_in(path, name)
+    return Counter(_listings(path, _kind(path), sites=[site], seed=0, size=size, channels=channels)[0].labels)
 
 
-def _listings(path: Path, kind: Kind, *, sites: Sequence[str] | None, seed: int) -> list[Listing]:
+def _hospitals(path: Path) -> dict[str, Path]:
+    """The hospitals of a folder; itself, where it is a hospital's."""
+    return {path.absolute().name: path} if prepared.is_site(path) else folder.hospitals(path)
+
+
+def _listings(
+    path: Path, kind: Kind, *, sites: Sequence[str] | None, seed: int, size: int | None, channels: int | None
+) -> list[Listing]:
     if kind == "pack":
         return pack.listings(path, sites=sites)
-    return folder.listings(path, sites=sites, seed=seed)
+    found = _hospitals(path)
+    chosen = choose_sites(found, sites)
+    ready = {name for name in chosen if prepared.is_site(found[name])}
+    plain = [name for name in chosen if name not in ready]
+    listings: list[Listing] = [prepared.listing(found[name], name, size=size, channels=channels) for name in ready]
+    if plain:
+        listings += folder.listings(path, sites=plain, seed=seed)
+    return sorted(listings, key=lambda listing: listing.site)
+
+
+def _made_up(listing: Listing) -> bool:
+    return isinstance(listing, PreparedListing) and listing.phantom
+
+
+def _read(listing: Listing, rows: NDArray[np.intp], *, size: int, progress: Progress | None) -> tuple[Images, str]:
+    if isinstance(listing, PreparedListing):
+        return listing.stored.rows(rows), listing.scanner
+    return listing.read(rows, size=size, progress=progress)
 
 
 def load_site(
@@ -185,7 +221,7 @@ def load_site(
 
 def site_names(path: Path) -> list[str]:
     """The sites of a folder of hospitals or a pack; nothing is opened."""
-    return sorted(folder.hospitals(path) if _kind(path) == "dicom hospitals" else pack.files_of(path))
+    return sorted(_hospitals(path) if _kind(path) == "dicom hospitals" else pack.files_of(path))
 
 
 def _site_in(path: Path, name: str) -> str:
@@ -194,39 +230,6 @@ def _site_in(path: Path, name: str) -> str:
     if name in found or len(found) > 1:
         return name
     return found[0]
-
-
-def batches(
-    split: Split, *, batch_size: int, seed: int | None, drop_last: bool
-) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-    """Gives (images, labels) batch by batch; shuffled by the seed, or in the stored order when there is none.
-
-    A batch is fetched by one indexing operation on the cached tensor; nothing is collated image by image. Each pass
-    over the loader shuffles anew. The global random state is not touched.
-    """
-    cached = _Cached(split)
-    # A loader draws a number even when nothing is shuffled; without a generator of its own, from the global state.
-    generator = torch.Generator().manual_seed(seed or 0)
-    order: Sampler[int] = SequentialSampler(cached) if seed is None else RandomSampler(cached, generator=generator)
-    return DataLoader(
-        cached,
-        batch_size=None,
-        sampler=BatchSampler(order, batch_size=batch_size, drop_last=drop_last),
-        generator=generator,
-        pin_memory=torch.cuda.is_available(),
-    )
-
-
-class _Cached(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        where = torch.tensor(rows)
-        return self.split.images[where], self.split.labels[where]
 
 
 def _check_options(*, size: int, fraction: float, batch_size: int) -> None:
@@ -244,7 +247,8 @@ def _kind(path: Path) -> Kind:
     if not path.is_dir():
         raise BadInput(f"{path}: a file, not a folder; give the folder of hospitals or the pack that holds it")
     try:
-        packed, labelled, folders = pack.is_pack(path), folder.has_labels(path), folder.hospitals(path)
+        packed, folders = pack.is_pack(path), _hospitals(path)
+        labelled = folder.has_labels(path) or any(map(prepared.is_site, folders.values()))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror}); check the folder's permissions") from None
     if packed and labelled:
@@ -341,7 +345,7 @@ def _check_site(listing: Listing, rows: NDArray[np.intp], *, lenient: bool, batc
 def _site_data(
     listing: Listing,
     rows: NDArray[np.intp],
-    images: torch.Tensor,
+    images: Images,
     scanner: str,
     classes: tuple[str, ...],
     channels: int,
@@ -357,8 +361,10 @@ def _site_data(
     def part(number: int) -> Split:
         # Normalised only now: colour made of grey would fill the memory three times over.
         some = as_read.rows(listing.parts[rows] == number)
-        return replace(some, images=normalised(some.images, channels))
+        return replace(some, images=for_model(some.images, channels))
 
-    return SiteData(
-        name=listing.site, classes=classes, train=part(TRAIN), val=part(VAL), test=part(TEST), scanner=scanner
-    )
+    train = part(TRAIN)
+    if isinstance(listing, PreparedListing):
+        train = replace(train, style=listing.style(rows[listing.parts[rows] == TRAIN]))
+
+    return SiteData(name=listing.site, classes=classes, train=train, val=part(VAL), test=part(TEST), scanner=scanner)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.sharedctypes import SynchronizedArray
+from types import ModuleType
 from typing import Any, TypeVar
 
 from crossward.imaging.refusals import Reason, Refused
@@ -27,6 +29,8 @@ Result = TypeVar("Result")
 Answers = list[tuple[int, Any]]
 
 _CONTEXT = get_context("forkserver")
+# What workers are forked from has read these already, and nothing else: least of all the whole command.
+_CONTEXT.set_forkserver_preload(["crossward.imaging.dicom"])
 _LARGEST_CHUNK = 16
 _POLL = 0.25
 _IDLE = -1.0
@@ -89,7 +93,8 @@ class _Worker:
         # The number of the item at work and since when, written by the worker and read by the parent.
         self._at: SynchronizedArray[float] = _CONTEXT.Array("d", [_IDLE, 0.0])
         self.process: ForkServerProcess = _CONTEXT.Process(target=_serve, args=(theirs, self._at, *task), daemon=True)
-        self.process.start()
+        with _without_main():
+            self.process.start()
         theirs.close()
         self.given: list[int] = []
 
@@ -112,6 +117,17 @@ class _Worker:
         self.link.close()
 
 
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A started process would import the program that started it, which takes seconds and hundreds of megabytes."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
+
+
 def _serve(
     link: Connection,
     at: SynchronizedArray[float],
@@ -121,6 +137,8 @@ def _serve(
 ) -> None:
     """A worker's life: ends when the parent closes the link, by will or by dying."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Decoders complain there in words of their own, which may come from the file.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if prepare is not None:
         prepare()
     if memory is not None:

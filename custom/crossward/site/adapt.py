@@ -22,7 +22,8 @@ from crossward.federation.errors import BadInput, SiteFailure
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.federation.seeds import derive
 from crossward.federation.storage import read_tensors, write_tensors
-from crossward.imaging.data import Split, batches
+from crossward.imaging.data import Split
+from crossward.imaging.loading import batches
 from crossward.methods.base import Context, Method, Model
 from crossward.site.deployed import Deployed
 from crossward.site.devices import Device

@@ -21,7 +21,8 @@ from crossward.evaluate.density import BINS, uncertainty_facts
 from crossward.evaluate.silhouette import silhouette
 from crossward.evaluate.tsne import tsne, why_no_map
 from crossward.federation.seeds import derive
-from crossward.imaging.data import Cohort, Split, batches
+from crossward.imaging.data import Cohort, Split
+from crossward.imaging.loading import batches
 from crossward.imaging.pictures import pictures_of
 from crossward.methods.base import Prediction
 from crossward.methods.f2dc import DecouplingBlock
@@ -109,7 +110,7 @@ def diagnose(
 def noised(split: Split, sigma: float = NOISE, *, seed: int) -> Split:
     """The same images with Gaussian noise of this standard deviation, in normalised units."""
     noise = torch.randn(split.images.shape, generator=torch.Generator().manual_seed(seed))
-    return replace(split, images=split.images + sigma * noise)
+    return replace(split, images=split.images[:] + sigma * noise)
 
 
 def _look(deployed: Deployed, split: Split) -> tuple[dict[str, Tensor], Prediction]:

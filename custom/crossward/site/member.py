@@ -25,6 +25,7 @@ from crossward.federation.errors import (
 )
 from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
+from crossward.imaging.cache import NotPrepared
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.site import messages
 from crossward.site.devices import Device
@@ -147,7 +148,7 @@ class Member:
         if root is None or not _has_files(root):
             raise Refusal(Code.NO_DATA)
         try:
-            labels = labels_of(root, self.name)
+            labels = labels_of(root, self.name, size=task.size, channels=task.channels)
             unknown = sum(count for label, count in labels.items() if label not in task.classes)
             if unknown:
                 raise Refusal(Code.LABELS, unknown=unknown, images=labels.total())
@@ -162,6 +163,8 @@ class Member:
             )
         except TooFewImages as error:
             raise Refusal(Code.TOO_FEW_IMAGES) from error
+        except NotPrepared as error:
+            raise Refusal(Code.NOT_PREPARED) from error
         except BadInput as error:
             raise Refusal(Code.UNREADABLE_DATA) from error
 
@@ -200,6 +203,7 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((SiteFailure,), Code.DIVERGED),
     ((PrivacyRefusal,), Code.BAD_TASK),
     ((StorageFailure, OSError), Code.STORAGE),
+    ((NotPrepared,), Code.NOT_PREPARED),
     ((BadInput,), Code.STUDY),
 )
 

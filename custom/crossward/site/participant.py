@@ -19,7 +19,8 @@ from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUN
 from crossward.federation.errors import BadInput, PrivacyRefusal, SiteFailure
 from crossward.federation.scopes import Scope, layout_digest, names_in, tensors_digest
 from crossward.federation.seeds import derive
-from crossward.imaging.data import SiteData, Split, batches
+from crossward.imaging.data import SiteData, Split
+from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model, Task
 from crossward.site.devices import Device
 from crossward.site.outbox import Outbox

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Literal, get_args
 
@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, Vector
 from crossward.federation.errors import BadInput, SiteFailure
 from crossward.federation.seeds import derive
-from crossward.imaging.data import Split, batches
+from crossward.imaging.data import Split
+from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model, Prediction
 from crossward.site.augment import Augmentation, augmented
 from crossward.site.devices import Device
@@ -103,9 +104,12 @@ def train_round(
     scaler = device.scaler()
     clip = training.clip or method.clip
     counts = torch.zeros(3, dtype=torch.float64, device=device.kind)
-    for step, batch in enumerate(_steps(split, context, training, device)):
+    for step, (images, rows) in enumerate(_steps(split, context, training, device)):
         context.generator.manual_seed(derive(training.seed, context.site, context.round_number, step))
-        batch = Batch(augmented(batch.images, training.augment, context.generator), batch.labels)
+        if split.style is not None:
+            images = split.style(images, rows, context.generator)
+        labels = split.labels[rows].to(device.kind, non_blocking=True)
+        batch = Batch(augmented(images, training.augment, context.generator), labels)
         optimiser.zero_grad(set_to_none=True)
         with device.autocast():
             trace = model(batch.images, context.generator)
@@ -160,19 +164,20 @@ def _diverged(context: Context, step: int | None) -> SiteFailure:
     )
 
 
-def _steps(split: Split, context: Context, training: Training, device: Device) -> Iterator[Batch]:
-    """Give the round's batches; whole ones only, unless the site has fewer images than a batch."""
+def _steps(split: Split, context: Context, training: Training, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the round's batches, images and their rows; whole ones only, unless the site has fewer than a batch."""
     size = min(training.batch_size, len(split))
+    numbered = replace(split, labels=torch.arange(len(split)))
     epochs = (
         batches(
-            split,
+            numbered,
             batch_size=size,
             seed=derive(training.seed, context.site, context.round_number, "order", epoch),
             drop_last=True,
         )
         for epoch in (range(training.epochs) if not training.steps else count())
     )
-    endless = (Batch(device.images(x), y.to(device.kind, non_blocking=True)) for epoch in epochs for x, y in epoch)
+    endless = ((device.images(images), rows) for epoch in epochs for images, rows in epoch)
     return islice(endless, training.steps) if training.steps else endless
 
 
@@ -218,7 +223,7 @@ def predict(model: Model, method: Method, split: Split, *, device: Device) -> Pr
         answers = [
             method.predict(model, device.images(images))
             for images, _ in batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False)
-        ] or [method.predict(model, device.images(split.images))]
+        ] or [method.predict(model, device.images(split.images[:]))]
     return Prediction.joined(answers)
 
 

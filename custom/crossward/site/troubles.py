@@ -25,6 +25,7 @@ class Code(IntEnum):
     POLICY = 16
     BUSY = 17
     DATA_CHANGED = 18
+    NOT_PREPARED = 19
     DIVERGED = 20
     MEMORY = 21
     INTERNAL = 22
@@ -86,6 +87,11 @@ _WORDS: dict[Code, _Words] = {
     ),
     Code.DATA_CHANGED: _Words(
         "the site's images are not those the run was started with", "Start a new run, or put the images back"
+    ),
+    Code.NOT_PREPARED: _Words(
+        "the site's images are not prepared for this job, or its site.yaml or labels changed since they were",
+        "At the site: crossward data prepare site.yaml, with the job's --size and --channels. "
+        f"{_SITE_LOG}, with the whole command",
     ),
     Code.DIVERGED: _Words(
         "training diverged: the loss or the model is not finite any more",

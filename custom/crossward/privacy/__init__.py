@@ -1,0 +1,1 @@
+"""Protection of what leaves a site: secure aggregation."""

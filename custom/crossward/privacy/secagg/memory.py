@@ -1,0 +1,88 @@
+"""What a site remembers about its update of a model, so that it never enters two sums that differ.
+
+Two sums over cohorts that differ by a few sites differ by the updates of those few. A site that has helped to open a
+sum therefore gives the same update to the same cohort again, or to none. The record outlives jobs: a job that
+is submitted again with one site fewer would otherwise escape it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from crossward.federation.errors import PrivacyRefusal
+from crossward.privacy.secagg.binding import Binding
+
+Step = Literal["masked", "opened"]
+
+
+class AlreadyUsed(PrivacyRefusal):
+    """An attempt, a model or an update that was used before in a way that forbids using it again."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One step of one attempt, on disk before the step is taken.
+
+    Attributes:
+        job: whose keys masked it.
+        round_number: of the attempt.
+        attempt: its number.
+        cohort: whose parts the sum has.
+        update: digest of this site's part before masking.
+        step: masked, or this site helped to open the sum.
+    """
+
+    job: str
+    round_number: int
+    attempt: int
+    cohort: tuple[str, ...]
+    update: str
+    step: Step
+
+
+class Memory(Protocol):
+    """Keeps uses under (run, model) across jobs and restarts; ``keep`` returns only when it is on disk."""
+
+    def uses(self, run: str, model: str) -> Sequence[Use]:
+        """Everything kept for a model of a run."""
+
+    def keep(self, run: str, model: str, use: Use) -> None:
+        """Keep one more."""
+
+
+class Forgetful:
+    """A memory for tests and simulations: it ends with its process."""
+
+    def __init__(self) -> None:
+        self._uses: dict[tuple[str, str], list[Use]] = {}
+
+    def uses(self, run: str, model: str) -> Sequence[Use]:
+        return tuple(self._uses.get((run, model), ()))
+
+    def keep(self, run: str, model: str, use: Use) -> None:
+        self._uses.setdefault((run, model), []).append(use)
+
+
+def check_new(uses: Sequence[Use], binding: Binding, *, job: str) -> None:
+    """Refuse an attempt that would mask twice with one set of keys, or show the difference of two sums.
+
+    Raises:
+        AlreadyUsed: with what was used before.
+    """
+    for use in uses:
+        same_keys = (use.job, use.round_number, use.attempt) == (job, binding.round_number, binding.attempt)
+        if same_keys or (use.job == job and use.round_number == binding.round_number and use.attempt > binding.attempt):
+            raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was made before")
+        if use.step == "opened" and use.cohort != binding.cohort:
+            raise AlreadyUsed(
+                f"the update of round {use.round_number} is in a sum that this site helped to open; it may enter "
+                "another only with the same sites"
+            )
+
+
+def check_same_update(uses: Sequence[Use], update: str) -> None:
+    """Refuse another update of a model for which a sum was opened: the difference of the sums would show the change."""
+    if any(use.step == "opened" and use.update != update for use in uses):
+        raise AlreadyUsed("another update of the same model is in a sum that this site helped to open")

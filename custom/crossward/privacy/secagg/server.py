@@ -1,0 +1,255 @@
+"""The server's side of SA-1: relays sealed messages, adds masked vectors up, and opens their sum.
+
+It holds no secret of any site. What sites reveal is enough to take the masks off the sum of those whose vectors
+arrived, and of nothing less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from crossward.federation.errors import PrivacyRefusal, RunFailure
+from crossward.privacy.secagg import canonical
+from crossward.privacy.secagg.binding import Binding
+from crossward.privacy.secagg.canonical import Malformed, decode, digest
+from crossward.privacy.secagg.identity import Untrusted
+from crossward.privacy.secagg.keys import signed_by, unlock
+from crossward.privacy.secagg.masks import Mask, Words, apply_masks
+from crossward.privacy.secagg.messages import (
+    AGREED,
+    REVEAL,
+    SHARE,
+    UPLOAD,
+    commitment,
+    names_of,
+    set_digest,
+)
+from crossward.privacy.secagg.roster import Roster, check_roster
+from crossward.privacy.secagg.settings import Settings
+from crossward.privacy.secagg.shamir import BadShares, join
+
+
+class TooFew(RunFailure):
+    """An attempt that cannot be finished with the sites that are left; the next attempt may."""
+
+
+class Caught(PrivacyRefusal):
+    """A site's own signed messages contradict one another, or what it committed to.
+
+    Args:
+        site: which.
+        what: it did.
+        evidence: its messages.
+    """
+
+    def __init__(self, site: str, what: str, *evidence: bytes) -> None:
+        super().__init__(f"{site} {what}")
+        self.site = site
+        self.evidence = evidence
+
+
+class SecureServer:
+    """The server in one job.
+
+    Args:
+        job: the job's own name.
+        settings: from the job.
+        roots: the federation's root certificate.
+        threads: for taking masks off.
+    """
+
+    def __init__(self, job: str, *, settings: Settings, roots: bytes, threads: int = 1) -> None:
+        self.settings = settings
+        self.threads = threads
+        self._job = job
+        self._trusted = roots
+        self._hellos: dict[str, bytes] = {}
+        self._joined: dict[str, bytes] = {}
+        self.roster: Roster | None = None
+
+    def take_hello(self, site: str, message: bytes) -> None:
+        self._hellos[site] = message
+
+    def hellos(self) -> list[bytes]:
+        """The roster for every site, checked as they will check it."""
+        found = [self._hellos[site] for site in sorted(self._hellos)]
+        self.roster = check_roster(found, job=self._job, settings=self.settings, roots=self._trusted)
+        if self.roster.members.keys() != self._hellos.keys():
+            raise Untrusted("a site sent another site's keys")
+        return found
+
+    def take_joined(self, site: str, message: bytes) -> None:
+        self._joined[site] = message
+
+    def joined(self) -> dict[str, bytes]:
+        """What every site answered to the roster, for every site."""
+        return dict(self._joined)
+
+    def attempt(self, binding: Binding, *, words: int) -> Attempt:
+        """Begin an attempt at a sum of vectors of so many words."""
+        if self.roster is None:
+            raise RunFailure("a sum before the sites have agreed on keys")
+        return Attempt(self, self.roster, binding, words=words)
+
+
+class Attempt:
+    """One attempt at one sum."""
+
+    def __init__(self, server: SecureServer, roster: Roster, binding: Binding, *, words: int) -> None:
+        server.settings.check_cohort(len(binding.cohort))
+        self.binding = binding
+        self._settings = server.settings
+        self._threads = server.threads
+        self._members = roster.members
+        self._threshold = server.settings.threshold(len(binding.cohort))
+        self._words = words
+        self._context = b""
+        self._contexts: dict[str, bytes] = {}
+        self._boxes: dict[str, dict[str, bytes]] = {}
+        self._commitments: dict[str, dict[str, dict[str, Any]]] = {}
+        self._wrapped: dict[str, bytes] = {}
+        self._uploads: dict[str, bytes] = {}
+        self._agreements: dict[str, bytes] = {}
+        self._reveals: dict[str, dict[str, Any]] = {}
+        self.sum = np.zeros(words, dtype=np.uint32)
+        self._sharers: tuple[str, ...] = ()
+        self._survivors: tuple[str, ...] = ()
+
+    def take_shares(self, site: str, message: bytes) -> None:
+        """Keep what a site shares, after its signatures were checked."""
+        outer = decode(message)
+        boxes, wrapped = canonical.field(outer, "boxes", dict), canonical.field(outer, "wrapped", bytes)
+        peers = set(self.binding.cohort) - {site}
+        if site not in self.binding.cohort or boxes.keys() != peers:
+            raise Malformed(f"{site} did not share with exactly the others")
+        bodies = {}
+        # Sites bind what they were told into a context that the server cannot make: it does not know their group key.
+        context = canonical.field(decode(next(iter(boxes.values()))), "context", bytes)
+        for peer, box in boxes.items():
+            bodies[peer] = self._open(box, SHARE, site, context)
+            if bodies[peer].get("wrapped") != digest("wrapped seeds", wrapped):
+                raise Caught(site, "signed another sealed list than it sent", box)
+        if len({(body.get("self"), body.get("wrap")) for body in bodies.values()}) != 1:
+            raise Caught(site, "committed to different secrets towards different sites", *boxes.values())
+        self._boxes[site], self._commitments[site], self._wrapped[site] = boxes, bodies, wrapped
+        self._contexts[site] = context
+
+    def close_sharing(self) -> tuple[str, ...]:
+        """Nobody shares any more; gives the sharers, which are all those of the context that most have.
+
+        Raises:
+            TooFew: for a sum with these.
+        """
+        votes = Counter(self._contexts.values())
+        self._context = max(votes, key=lambda context: (votes[context], context), default=b"")
+        self._sharers = names_of(site for site, context in self._contexts.items() if context == self._context)
+        if len(self._sharers) < max(self._settings.fewest, self._threshold):
+            raise TooFew(f"{len(self._sharers)} of {len(self.binding.cohort)} sites shared their secrets")
+        return self._sharers
+
+    def inbox(self, site: str) -> dict[str, bytes]:
+        """What the other sharers shared with a site."""
+        return {sender: self._boxes[sender][site] for sender in self._sharers if sender != site}
+
+    def take_vector(self, site: str, message: bytes, words: Words) -> None:
+        """Add a site's masked vector to the sum."""
+        if site not in self._sharers or site in self._uploads or self._survivors:
+            raise Malformed(f"a vector of {site} that nobody waits for")
+        body = self._open(message, UPLOAD, site)
+        if words.dtype != np.uint32 or words.shape != (self._words,):
+            raise Malformed(f"{site}'s vector is not of {self._words} words")
+        if body.get("sharers") != set_digest(self._sharers):
+            raise Caught(site, "masked for other sharers", message)
+        if body.get("vector") != sha256(words.data).digest():
+            raise Malformed(f"{site}'s vector is not the one that it signed")
+        self._uploads[site] = message
+        np.add(self.sum, words, out=self.sum)
+
+    def close_uploads(self) -> dict[str, bytes]:
+        """No vector is taken any more; gives the signed uploads of the survivors, for every one of them."""
+        if len(self._uploads) < max(self._settings.fewest, self._threshold):
+            raise TooFew(f"{len(self._uploads)} of {len(self._sharers)} vectors arrived")
+        self._survivors = names_of(self._uploads)
+        return dict(self._uploads)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sharer's vector is in the sum, so that sites reveal without agreeing first."""
+        return self._survivors == self._sharers
+
+    @property
+    def survivors(self) -> tuple[str, ...]:
+        return self._survivors
+
+    def take_agreement(self, site: str, message: bytes) -> None:
+        body = self._open(message, AGREED, site)
+        if site not in self._sharers or body.get("survivors") != set_digest(self._survivors):
+            raise Caught(site, "agreed to other survivors", message)
+        self._agreements[site] = message
+
+    def agreements(self) -> dict[str, bytes]:
+        """Enough sites' agreement to the survivors, for every one of them."""
+        if len(self._agreements) < self._threshold:
+            raise TooFew(f"{len(self._agreements)} of the {self._threshold} sites that it takes agreed")
+        return dict(self._agreements)
+
+    def take_reveal(self, site: str, message: bytes) -> None:
+        body = self._open(message, REVEAL, site)
+        own, wrap = canonical.field(body, "self", dict), canonical.field(body, "wrap", dict)
+        dropped = set(self._sharers) - set(self._survivors)
+        if site not in self._sharers or own.keys() != set(self._survivors) or wrap.keys() != dropped:
+            raise Caught(site, "revealed something else than was asked for", message)
+        self._reveals[site] = body
+
+    def open(self) -> Words:
+        """Take the masks off the sum.
+
+        Raises:
+            TooFew: sites revealed.
+            Caught: what was revealed is not what a site committed to.
+        """
+        if len(self._reveals) < self._threshold:
+            raise TooFew(f"{len(self._reveals)} of the {self._threshold} sites that it takes revealed their shares")
+        masks = [Mask(self._secret(site, "self"), -1) for site in self._survivors]
+        for site in set(self._sharers) - set(self._survivors):
+            masks += self._masks_with(site)
+        apply_masks(self.sum, masks, cipher=self._settings.cipher, threads=self._threads)
+        return self.sum
+
+    def _secret(self, site: str, which: str) -> bytes:
+        shares = {self._members[holder].place: body[which][site] for holder, body in self._reveals.items()}
+        committed = next(iter(self._commitments[site].values()))[which]
+        try:
+            secret = join(shares, threshold=self._threshold)
+        except (BadShares, TypeError) as error:
+            raise Caught(site, "shared something that is no secret, or a holder changed its share") from error
+        if commitment(which, self._context, secret) != committed:
+            raise Caught(site, "shared another secret than it committed to, or a holder changed its share")
+        return secret
+
+    def _masks_with(self, dropped: str) -> list[Mask]:
+        """The masks that survivors put on for a site whose own vector is missing."""
+        content = unlock(
+            self._secret(dropped, "wrap"), self._wrapped[dropped], about=digest("wrapped", self._context, dropped)
+        )
+        seeds: Mapping[str, bytes] = decode(content)
+        found = []
+        for survivor in self._survivors:
+            seed = canonical.field(seeds, survivor, bytes)
+            if commitment("pair", self._context, seed) != self._commitments[survivor][dropped]["pair"]:
+                raise Caught(dropped, f"sealed another mask for {survivor} than {survivor} used")
+            # The survivor added it where its name comes first, and took it away otherwise.
+            found.append(Mask(seed, -1 if survivor < dropped else 1))
+        return found
+
+    def _open(self, message: bytes, kind: str, site: str, context: bytes | None = None) -> dict[str, Any]:
+        if site not in self._members:
+            raise Untrusted("a message of a site that is not on the roster")
+        return signed_by(
+            message, kind, sender=site, context=context or self._context, verify_key=self._members[site].verify_key
+        )

@@ -1,0 +1,401 @@
+"""A site's side of SA-1 as a state machine: every message is checked against what the site knows before it is answered.
+
+``hello`` -> ``join`` -> ``take_group`` -> (``begin`` -> ``contribute`` -> ``survivors`` [-> ``reveal``])*. A message
+that does not hold ends the attempt; one that nobody waits for is not answered, and the third of them ends the job for
+this site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from crossward.federation.errors import PrivacyRefusal
+from crossward.privacy.secagg import canonical, messages
+from crossward.privacy.secagg.binding import Binding
+from crossward.privacy.secagg.canonical import Malformed, digest, encode
+from crossward.privacy.secagg.identity import Identity, Untrusted
+from crossward.privacy.secagg.keys import JobKeys, PairRoots, derive, fresh, lock, sign, signed_by, unlock
+from crossward.privacy.secagg.masks import Mask, Words, apply_masks
+from crossward.privacy.secagg.memory import Memory, Use, check_new, check_same_update
+from crossward.privacy.secagg.messages import AGREED, JOINED, REVEAL, SHARE, UPLOAD, commitment, names_of
+from crossward.privacy.secagg.roster import Roster, check_roster, hello
+from crossward.privacy.secagg.settings import Settings
+from crossward.privacy.secagg.shamir import SHARE_BYTES, split
+
+STRIKES = 3
+_BEFORE_KEYS = ("new", "greeted", "joined", "left")
+
+
+class OutOfTurn(PrivacyRefusal):
+    """A message that the site does not wait for: a second answer could undo what the first one protected."""
+
+
+class Blamed(PrivacyRefusal):
+    """Another site broke the protocol.
+
+    Args:
+        site: which.
+        what: it did.
+    """
+
+    def __init__(self, site: str, what: str) -> None:
+        super().__init__(f"{site} {what}")
+        self.site = site
+
+
+@dataclass
+class _Attempt:
+    """What a site keeps in memory during an attempt, and forgets with it."""
+
+    binding: Binding
+    context: bytes
+    threshold: int
+    pair_seeds: dict[str, bytes]
+    self_seed: bytes
+    own_shares: messages.Shares
+    held: dict[str, messages.Shares] = field(default_factory=dict)
+    pads: dict[str, bytes] = field(default_factory=dict)
+    update: str = ""
+    sharers: tuple[str, ...] = ()
+    survivors: tuple[str, ...] = ()
+
+
+class SecureSite:
+    """One site in one job.
+
+    Args:
+        name: of the site, as in its certificate.
+        job: the job's own name: keys are of this job only.
+        settings: from the signed job, checked against the site's policy by the caller.
+        identity: the site's certificate and key.
+        roots: the site's own copy of the federation's root certificate.
+        memory: what was used before; kept on disk by the caller.
+        threads: for masking.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: str,
+        *,
+        settings: Settings,
+        identity: Identity,
+        roots: bytes,
+        memory: Memory,
+        threads: int = 1,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self._job = job
+        self._identity = identity
+        self._trusted = roots
+        self._memory = memory
+        self._threads = threads
+        self._keys = JobKeys()
+        self._state = "new"
+        self._strikes = 0
+        self._roster: Roster | None = None
+        self._pairs: PairRoots | None = None
+        self._group = b""
+        self._attempt: _Attempt | None = None
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    def hello(self) -> bytes:
+        """This site's keys for the job."""
+        self._expect("new")
+        self._state = "greeted"
+        return hello(self.name, self._job, settings=self.settings, identity=self._identity, keys=self._keys)
+
+    def join(self, hellos: Sequence[bytes]) -> bytes:
+        """Check everybody's keys; the first site by name also draws the key that only sites know."""
+        self._expect("greeted")
+        roster = check_roster(hellos, job=self._job, settings=self.settings, roots=self._trusted)
+        own = roster.members.get(self.name)
+        if own is None or (own.agree_key, own.verify_key) != (self._keys.agree_key, self._keys.verify_key):
+            raise Untrusted("the roster has other keys for this site than its own")
+        self._roster = roster
+        roots = {
+            other.name: self._keys.agree(
+                other.agree_key, parts=[self._job, sorted([self.name, other.name]), roster.digest]
+            )
+            for other in roster.members.values()
+            if other.name != self.name
+        }
+        self._pairs = PairRoots(roots, last=self.settings.rounds)
+        self._state = "joined"
+        boxes = {}
+        if self.name == min(roster.members):
+            self._group = fresh()
+            boxes = {other: lock(self._group_key(other), self._group, about=roster.digest) for other in roots}
+        return sign(JOINED, {"boxes": boxes}, sender=self.name, context=roster.digest, keys=self._keys)
+
+    def take_group(self, joined: Mapping[str, bytes]) -> None:
+        """See that every site has the same roster, and take the key that only sites know from the first of them."""
+        self._expect("joined")
+        roster = self._known_roster()
+        if joined.keys() != roster.members.keys():
+            raise Untrusted("not every site of the roster has answered to it")
+        bodies = {name: self._open(message, JOINED, name, roster.digest) for name, message in joined.items()}
+        first = min(roster.members)
+        if self.name != first:
+            box = canonical.field(canonical.field(bodies[first], "boxes", dict), self.name, bytes)
+            self._group = unlock(self._group_key(first), box, about=roster.digest)
+        self._state = "keyed"
+
+    def group_key(self, purpose: str, *, parts: Sequence[Any] = ()) -> bytes:
+        """A key that all sites know and the server does not, for one purpose."""
+        if not self._group:
+            raise OutOfTurn("the sites have not agreed on keys yet")
+        return derive(self._group, purpose, parts=parts)
+
+    def begin(self, binding: Binding) -> bytes:
+        """Begin an attempt: draw its secrets and share them among the cohort.
+
+        Args:
+            binding: made from what this site itself received and trained from.
+        """
+        if self._state in _BEFORE_KEYS:
+            raise OutOfTurn("a sum before the sites have agreed on keys")
+        self.forget_attempt()
+        roster, pairs = self._known_roster(), self._known_pairs()
+        if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
+            raise Untrusted("a cohort with strangers, or without this site")
+        self.settings.check_cohort(len(binding.cohort))
+        check_new(self._memory.uses(binding.run, binding.model), binding, job=self._job)
+        pairs.move_to(binding.round_number)
+        context = binding.context(
+            job=self._job,
+            roster=roster.digest,
+            settings=self.settings.digest(),
+            group=digest("group", self._group),
+        )
+        peers = [name for name in binding.cohort if name != self.name]
+        seeds = {peer: pairs.key(peer, "pair", context=context) for peer in peers}
+        self_seed, wrap_key = fresh(), fresh()
+        threshold = self.settings.threshold(len(binding.cohort))
+        places = {name: roster.members[name].place for name in binding.cohort}
+        self_shares, wrap_shares = (
+            split(secret, places=list(places.values()), threshold=threshold) for secret in (self_seed, wrap_key)
+        )
+        shares = {name: messages.Shares(self_shares[place], wrap_shares[place]) for name, place in places.items()}
+        wrapped = lock(wrap_key, encode(seeds), about=digest("wrapped", context, self.name))
+        boxes = {}
+        for peer in peers:
+            content = shares[peer].self_share + shares[peer].wrap_share
+            body = {
+                "to": peer,
+                "box": lock(self._share_key(context, self.name, peer), content, about=context),
+                "pair": commitment("pair", context, seeds[peer]),
+                "self": commitment("self", context, self_seed),
+                "wrap": commitment("wrap", context, wrap_key),
+                "wrapped": digest("wrapped seeds", wrapped),
+            }
+            boxes[peer] = sign(SHARE, body, sender=self.name, context=context, keys=self._keys)
+        self._attempt = _Attempt(binding, context, threshold, seeds, self_seed, shares[self.name])
+        self._state = "shared"
+        return encode({"boxes": boxes, "wrapped": wrapped})
+
+    def contribute(
+        self, inbox: Mapping[str, bytes], words: Words, *, update: str, slots: Mapping[str, slice] | None = None
+    ) -> bytes:
+        """Mask this site's vector in place, and sign it.
+
+        Args:
+            inbox: from every sharer but this site, what it shared with this one.
+            words: the vector as whole numbers; masked when this returns.
+            update: digest of the update that the vector was made from.
+            slots: parts of the vector that only the named site may read.
+
+        Raises:
+            Blamed: a sharer's message does not hold; nothing is masked then.
+        """
+        with self._attempting("shared") as attempt:
+            return self._contribute(attempt, inbox, words, update, slots or {})
+
+    def _contribute(
+        self, attempt: _Attempt, inbox: Mapping[str, bytes], words: Words, update: str, slots: Mapping[str, slice]
+    ) -> bytes:
+        sharers = tuple(sorted([*inbox, self.name]))
+        if self.name in inbox or not set(sharers) <= set(attempt.binding.cohort):
+            raise Untrusted("sharers that are not of the cohort")
+        self.settings.check_cohort(len(sharers))
+        if len(sharers) < attempt.threshold:
+            raise PrivacyRefusal(f"{len(sharers)} sites shared their secrets, and opening takes {attempt.threshold}")
+        for peer, message in inbox.items():
+            attempt.held[peer] = self._take_share(attempt, peer, message)
+        attempt.held[self.name] = attempt.own_shares
+        uses = self._memory.uses(attempt.binding.run, attempt.binding.model)
+        check_same_update(uses, update)
+        attempt.sharers, attempt.update = sharers, update
+        # On disk before the first mask is made: a copy of this process must not use these keys again.
+        self._note(attempt, sharers, "masked")
+        masks = [Mask(attempt.self_seed, 1)]
+        masks += [Mask(attempt.pair_seeds[peer], 1 if self.name < peer else -1) for peer in inbox]
+        apply_masks(words, masks, cipher=self.settings.cipher, threads=self._threads)
+        for owner, where in slots.items():
+            self._pad(attempt, owner, words[where])
+        attempt.self_seed, attempt.pair_seeds = b"", {}
+        self._state = "uploaded"
+        body = {"sharers": messages.set_digest(sharers), "vector": sha256(words.data).digest()}
+        return sign(UPLOAD, body, sender=self.name, context=attempt.context, keys=self._keys)
+
+    def survivors(self, uploads: Mapping[str, bytes]) -> bytes:
+        """Hear whose vectors are in the sum: opens it at once when nobody dropped out, else agrees to the set first.
+
+        Args:
+            uploads: the signed uploads of those whose vectors are in the sum.
+        """
+        with self._attempting("uploaded") as attempt:
+            return self._hear_survivors(attempt, uploads)
+
+    def _hear_survivors(self, attempt: _Attempt, uploads: Mapping[str, bytes]) -> bytes:
+        survivors = names_of(uploads)
+        if not set(survivors) <= set(attempt.sharers):
+            raise Untrusted("vectors of sites that shared no secrets are said to be in the sum")
+        if len(survivors) < max(self.settings.fewest, attempt.threshold):
+            raise PrivacyRefusal(f"a sum over {len(survivors)} sites is too small to be opened")
+        for name, message in uploads.items():
+            body = self._open(message, UPLOAD, name, attempt.context)
+            if body.get("sharers") != messages.set_digest(attempt.sharers):
+                raise Blamed(name, "masked for other sharers than this site")
+        attempt.survivors = survivors
+        if survivors == attempt.sharers:
+            return self._reveal(attempt)
+        self._state = "agreed"
+        body = {"survivors": messages.set_digest(survivors)}
+        return sign(AGREED, body, sender=self.name, context=attempt.context, keys=self._keys)
+
+    def reveal(self, agreements: Mapping[str, bytes]) -> bytes:
+        """Open the sum once enough sites have agreed to the same survivors."""
+        with self._attempting("agreed") as attempt:
+            self._check_agreements(attempt, agreements)
+            return self._reveal(attempt)
+
+    def _check_agreements(self, attempt: _Attempt, agreements: Mapping[str, bytes]) -> None:
+        if not set(agreements) <= set(attempt.sharers) or len(agreements) < attempt.threshold:
+            raise PrivacyRefusal(f"{len(agreements)} sites agreed to the survivors, and it takes {attempt.threshold}")
+        for name, message in agreements.items():
+            body = self._open(message, AGREED, name, attempt.context)
+            if body.get("survivors") != messages.set_digest(attempt.survivors):
+                raise Blamed(name, "agreed to another set of survivors; the server told sites different things")
+
+    def remove_pads(self, words: Words) -> None:
+        """Make this site's own slot of the opened sum readable, in place."""
+        attempt = self._at("opened")
+        pads = [Mask(attempt.pads[peer], -1) for peer in attempt.survivors if peer != self.name]
+        apply_masks(words, pads, cipher=self.settings.cipher, threads=self._threads)
+
+    def forget_attempt(self) -> None:
+        """Give an attempt up; its secrets are gone."""
+        self._attempt = None
+        if self._state not in _BEFORE_KEYS:
+            self._state = "keyed"
+
+    def leave(self) -> None:
+        """Forget all keys of the job."""
+        self.forget_attempt()
+        self._state = "left"
+        self._group = b""
+        if self._pairs is not None:
+            self._pairs.forget()
+
+    def _reveal(self, attempt: _Attempt) -> bytes:
+        if self.name in attempt.survivors:
+            self._note(attempt, attempt.survivors, "opened")
+        self._state = "opened"
+        dropped = [name for name in attempt.sharers if name not in attempt.survivors]
+        body = {
+            "self": {name: attempt.held[name].self_share for name in attempt.survivors},
+            "wrap": {name: attempt.held[name].wrap_share for name in dropped},
+        }
+        attempt.held = {}
+        return sign(REVEAL, body, sender=self.name, context=attempt.context, keys=self._keys)
+
+    def _take_share(self, attempt: _Attempt, peer: str, message: bytes) -> messages.Shares:
+        try:
+            body = self._open(message, SHARE, peer, attempt.context)
+            if body.get("to") != self.name:
+                raise Malformed("shares for another site")
+            box = canonical.field(body, "box", bytes)
+            content = unlock(self._share_key(attempt.context, peer, self.name), box, about=attempt.context)
+        except (Untrusted, Malformed) as error:
+            raise Blamed(
+                peer, f"or the server changed what it shares, or has another round in mind ({error})"
+            ) from error
+        if len(content) != 2 * SHARE_BYTES:
+            raise Blamed(peer, "sent shares of a wrong size")
+        if body.get("pair") != commitment("pair", attempt.context, attempt.pair_seeds[peer]):
+            raise Blamed(peer, "committed to another mask for the pair than this site")
+        return messages.Shares(content[:SHARE_BYTES], content[SHARE_BYTES:])
+
+    def _pad(self, attempt: _Attempt, owner: str, words: Words) -> None:
+        """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""
+        pairs = self._known_pairs()
+        if owner == self.name:
+            attempt.pads = {
+                peer: pairs.key(peer, "pad", context=attempt.context, parts=[peer, self.name])
+                for peer in attempt.sharers
+                if peer != self.name
+            }
+        else:
+            key = pairs.key(owner, "pad", context=attempt.context, parts=[self.name, owner])
+            apply_masks(words, [Mask(key, 1)], cipher=self.settings.cipher, threads=self._threads)
+
+    def _note(self, attempt: _Attempt, cohort: tuple[str, ...], step: Any) -> None:
+        binding = attempt.binding
+        use = Use(self._job, binding.round_number, binding.attempt, cohort, attempt.update, step)
+        self._memory.keep(binding.run, binding.model, use)
+
+    def _share_key(self, context: bytes, sender: str, receiver: str) -> bytes:
+        other = receiver if sender == self.name else sender
+        return self._known_pairs().key(other, "share", context=context, parts=[sender, receiver])
+
+    def _group_key(self, other: str) -> bytes:
+        roster = self._known_roster()
+        return self._known_pairs().key(other, "group", context=roster.digest)
+
+    def _open(self, message: bytes, kind: str, sender: str, context: bytes) -> dict[str, Any]:
+        members = self._known_roster().members
+        if sender not in members:
+            raise Untrusted("a message of a site that is not on the roster")
+        return signed_by(message, kind, sender=sender, context=context, verify_key=members[sender].verify_key)
+
+    def _expect(self, state: str) -> None:
+        if self._state != state:
+            self._strikes += 1
+            if self._strikes >= STRIKES:
+                self.leave()
+            raise OutOfTurn(f"a message for a site that is '{state}', and this one is '{self._state}'")
+
+    @contextmanager
+    def _attempting(self, state: str) -> Iterator[_Attempt]:
+        """Take a message in its turn; one that does not hold ends the attempt, and its secrets are gone."""
+        attempt = self._at(state)
+        try:
+            yield attempt
+        except PrivacyRefusal:
+            self.forget_attempt()
+            raise
+
+    def _at(self, state: str) -> _Attempt:
+        self._expect(state)
+        if self._attempt is None:
+            raise OutOfTurn("there is no attempt at a sum")
+        return self._attempt
+
+    def _known_roster(self) -> Roster:
+        if self._roster is None:
+            raise OutOfTurn("the site knows no roster")
+        return self._roster
+
+    def _known_pairs(self) -> PairRoots:
+        if self._pairs is None:
+            raise OutOfTurn("the site shares no keys")
+        return self._pairs

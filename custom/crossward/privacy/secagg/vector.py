@@ -1,0 +1,193 @@
+"""A site's contribution as one vector of whole numbers, and the sum of such vectors as sums of tensors again.
+
+Products ``coefficient * tensor`` come first, in fixed point within public limits: those for all sites, then a slot for
+each site that is to read its own. After them, exactly: the coefficients alone, the tallies, and how many values
+were held at a limit. No number of a single site is ever outside the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from crossward.federation.contract import ALL, Contribution, Summed, Tally, Vector
+from crossward.federation.errors import PrivacyRefusal
+from crossward.federation.rules import per_row
+from crossward.privacy.secagg.canonical import digest
+from crossward.privacy.secagg.masks import CipherName, Words
+from crossward.privacy.secagg.ring import Bits, Ring
+
+# An exact number is three words of 20 bits each: sums of up to 4096 of them do not reach the end of a word.
+_LIMBS, _LIMB_BITS = 3, 20
+_FRACTION_BITS = 24
+_LARGEST = 2.0 ** (_LIMBS * _LIMB_BITS - _FRACTION_BITS - 1)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where the product of one tensor for one slot is."""
+
+    slot: str
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def where(self) -> slice:
+        return slice(self.start, self.start + prod(self.shape))
+
+
+class VectorLayout:
+    """What is where in the vectors of one sum; the same for all sites of a plan.
+
+    Args:
+        template: anybody's contribution under the plan; only its names and shapes count.
+        tallies: names and shapes of the numbers that are summed beside it.
+        parties: how many sites take part.
+        bits: of the ring.
+    """
+
+    def __init__(
+        self, template: Contribution, tallies: Mapping[str, tuple[int, ...]], *, parties: int, bits: Bits = 32
+    ) -> None:
+        self.ring = Ring(bits, parties)
+        self.sections: list[Section] = []
+        self.slots: dict[str, slice] = {}
+        self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
+        end = 0
+        for slot in sorted(template, key=lambda slot: (slot != ALL, slot)):
+            begin = end
+            for name, share in template[slot].items():
+                coefficient = np.asarray(share.coefficient)
+                rows = coefficient.shape or tuple(share.value.shape[:1])
+                self.sections.append(Section(slot, name, (*rows, *share.value.shape[1:]), end))
+                self._numbers["coefficient", slot, name] = coefficient.shape
+                end += prod(self.sections[-1].shape)
+            if slot != ALL:
+                self.slots[slot] = slice(begin, end)
+        self._numbers |= {("tally", key): shape for key, shape in tallies.items()}
+        self._numbers |= {("outside", name): () for name in sorted({section.name for section in self.sections})}
+        self._exact_start = end
+        self._exact = sum(prod(shape) for shape in self._numbers.values())
+        self.words = end + _LIMBS * self._exact
+
+    def digest(self, limits: Mapping[str, float]) -> str:
+        """Of the layout and the limits, so that no site masks for another one."""
+        content = [
+            [[section.slot, section.name, list(section.shape)] for section in self.sections],
+            [[list(key), list(shape)] for key, shape in self._numbers.items()],
+            {name: float(limit).hex() for name, limit in limits.items()},
+            [self.ring.bits, self.ring.parties],
+        ]
+        return digest("layout", content).hex()
+
+    def encode(
+        self,
+        contribution: Contribution,
+        tally: Tally,
+        limits: Mapping[str, float],
+        *,
+        rounding_key: bytes | None = None,
+        cipher: CipherName = "aes-256-ctr",
+    ) -> Words:
+        """Write one site's contribution and tally.
+
+        Args:
+            contribution: of this site.
+            tally: of this site; what it lacks counts as zero.
+            limits: of every tensor, the largest product that is not cut off.
+            rounding_key: see ``Ring.encode_into``.
+            cipher: likewise.
+
+        Raises:
+            PrivacyRefusal: a number is not finite or too large, or the contribution is not of this layout.
+        """
+        words = np.zeros(self.words, dtype=np.uint32)
+        numbers: dict[tuple[str, ...], Vector] = {("tally", key): value for key, value in tally.items()}
+        outside: dict[str, int] = {}
+        for section in self.sections:
+            share = contribution[section.slot][section.name]
+            product = _product(share.coefficient, share.value)
+            if product.shape != section.shape:
+                raise PrivacyRefusal(f"'{section.name}' has another shape than the vector has room for")
+            outside[section.name] = outside.get(section.name, 0) + self.ring.encode_into(
+                words[section.where],
+                product.reshape(-1),
+                weight=1 / self.ring.parties,
+                limit=limits[section.name],
+                rounding_key=rounding_key,
+                cipher=cipher,
+            )
+            numbers["coefficient", section.slot, section.name] = np.asarray(share.coefficient, dtype=np.float64)
+        numbers |= {("outside", name): np.array(float(count)) for name, count in outside.items()}
+        words[self._exact_start :] = _exactly(self._flat(numbers))
+        return words
+
+    def _flat(self, numbers: Mapping[tuple[str, ...], Vector]) -> Vector:
+        found = [np.zeros(shape) if key not in numbers else numbers[key] for key, shape in self._numbers.items()]
+        for value, (key, shape) in zip(found, self._numbers.items(), strict=True):
+            if np.shape(value) != shape:
+                raise PrivacyRefusal(f"'{key[-1]}' has another shape than the vector has room for")
+        return np.array(list(chain.from_iterable(np.ravel(value) for value in found)), dtype=np.float64)
+
+    def numbers(self, words: Words) -> dict[tuple[str, ...], Vector]:
+        """The exact sums of an opened vector: coefficients, tallies, and how many values were cut off."""
+        flat = _summed(words[self._exact_start :])
+        found, start = {}, 0
+        for key, shape in self._numbers.items():
+            found[key] = flat[start : start + prod(shape)].reshape(shape)
+            start += prod(shape)
+        return found
+
+    def sums(self, words: Words, limits: Mapping[str, float], *, slot: str = ALL) -> Iterator[tuple[str, Summed]]:
+        """The sums of tensors of one slot of an opened vector; a site's own slot once its pads are off."""
+        numbers = self.numbers(words)
+        for section in self.sections:
+            if section.slot == slot:
+                yield section.name, self.summed(section, words[section.where], limits, numbers)
+
+    def summed(
+        self,
+        section: Section,
+        words: Words,
+        limits: Mapping[str, float],
+        numbers: Mapping[tuple[str, ...], Vector],
+    ) -> Summed:
+        """One tensor's sum from its own words."""
+        values = self.ring.decode(words, limit=limits[section.name] * self.ring.parties)
+        coefficient = numbers["coefficient", section.slot, section.name]
+        value = torch.from_numpy(values.reshape(section.shape))
+        return Summed(value, coefficient if coefficient.ndim else float(coefficient))
+
+
+def _product(coefficient: float | Vector, value: torch.Tensor) -> NDArray[np.float32]:
+    if isinstance(coefficient, np.ndarray):
+        found: NDArray[np.float32] = (value * per_row(coefficient, value)).float().numpy()
+        return found
+    product: NDArray[np.float32] = np.multiply(value.numpy(), np.float32(coefficient), dtype=np.float32)
+    return product
+
+
+def _exactly(values: Vector) -> Words:
+    """Numbers as whole multiples of 2^-24, three words each, lowest first."""
+    if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) >= _LARGEST:
+        raise PrivacyRefusal("a number is not finite or too large to be summed; nothing was sent")
+    whole = np.rint(values * 2.0**_FRACTION_BITS).astype(np.int64)
+    shifts = np.arange(_LIMBS, dtype=np.int64) * _LIMB_BITS
+    limbs = (whole[:, None] >> shifts) & ((1 << _LIMB_BITS) - 1)
+    return limbs.astype(np.uint32).reshape(-1)
+
+
+def _summed(words: Words) -> Vector:
+    shifts = np.arange(_LIMBS, dtype=np.uint64) * np.uint64(_LIMB_BITS)
+    whole = (words.reshape(-1, _LIMBS).astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64)
+    spare = np.uint64(64 - _LIMBS * _LIMB_BITS)
+    signed = (whole << spare).view(np.int64) >> np.int64(spare)
+    values: Vector = signed.astype(np.float64) * 2.0**-_FRACTION_BITS
+    return values
