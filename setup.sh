@@ -197,7 +197,7 @@ install() {
     step 3 "$torch" pip_install "$torch"
     pin_torch_as_installed "$torch"
     step 4 'crossward and the packages it needs' \
-        pip_install --no-build-isolation --use-pep517 -e "${root}[test,bench,pacs]"
+        pip_install --no-build-isolation --use-pep517 -e "${root}[test,bench]"
     remember_torch "$torch"
     printf '%s\n%s\n' "$(place)" "$(inputs)" >"$state/stamp.new"
     mv -f -- "$state/stamp.new" "$state/stamp"

@@ -46,7 +46,7 @@ case "$1 $2" in
     *) exit 9 ;;
 esac
 """
-FULL_SETUP = ["venv", "pip|setuptools", "pip|torch==2.13.0", "pip|{root}[test,bench,pacs]"]
+FULL_SETUP = ["venv", "pip|setuptools", "pip|torch==2.13.0", "pip|{root}[test,bench]"]
 
 
 class Copy:
@@ -57,7 +57,15 @@ class Copy:
         self.bin = folder / "bin"
         self.calls_file = folder / "calls"
         self.venv = self.root / ".venv"
-        for name in ("setup.sh", "constraints.txt", "pyproject.toml", "tests/run", "poc/run", ".ci/run"):
+        for name in (
+            "setup.sh",
+            "constraints.txt",
+            "pyproject.toml",
+            "tests/run",
+            "tests/debian",
+            "poc/run",
+            ".ci/run",
+        ):
             target = self.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
@@ -179,7 +187,7 @@ def test_an_interrupted_setup_is_repeated(copy: Copy, stop: signal.Signals) -> N
 def test_an_interrupted_update_is_made_anew(copy: Copy) -> None:
     copy.run("setup.sh")
     copy.add_line("constraints.txt")
-    assert copy.run("setup.sh", FAKE_PIP_FAILS="*pacs]")[0] == 1
+    assert copy.run("setup.sh", FAKE_PIP_FAILS="*bench]")[0] == 1
     copy.calls()
     assert copy.run("setup.sh")[0] == 0
     assert copy.calls() == copy.full_setup()
@@ -289,7 +297,7 @@ def test_poc_hands_its_arguments_on_also_through_a_symlink(copy: Copy) -> None:
     assert copy.run("poc/run", FAKE_FAILING="crossward")[0] == 1
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "tests/run", "poc/run"])
+@pytest.mark.parametrize("script", ["setup.sh", "tests/run", "tests/debian", "poc/run"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_needs_no_setup(copy: Copy, script: str, option: str) -> None:
     code, out, err = copy.run(script, option)
