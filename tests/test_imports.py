@@ -101,7 +101,7 @@ def test_every_import_points_down() -> None:
         ("nets/resnet.py", "from crossward import federation"),
         ("uncertainty/flags.py", "from crossward.methods import f2dc"),
         ("methods/fdse.py", "from crossward.privacy.ledger import Ledger"),
-        ("imaging/read.py", "def f():\n    from crossward.evaluate import report\n"),
+        ("imaging/dicom/film.py", "def f():\n    from crossward.evaluate import report\n"),
         ("evaluate/report.py", "from ..imaging.read import scan"),
         ("evaluate/report.py", "from .. import site"),
         ("evaluate/plots/bars.py", "from ...site import trainer"),

@@ -12,7 +12,7 @@ from crossward.cli.show import show_result
 from crossward.evaluate.facts import read_result, write_result
 from crossward.evaluate.report import write_report
 from crossward.evaluate.transfer import CPRR_IN_WORDS, measured, transfer_of, transfer_sheet
-from crossward.imaging.read import UNKNOWN_SCANNER
+from crossward.imaging.dicom.film import UNKNOWN_SCANNER
 
 # By hand, where the first two are one domain: LTA (.9 + .8 + .6) / 3 = .767; GASA (.8 + .8 + .6) / 3 = .733;
 # ATA (.5 + .3) / 2 = .4 and (.4 + .2) / 2 = .3; GATA .35; CPRR .35 / .733 = .477.

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from crossward.imaging.codecs import quiet_decoders
-from crossward.imaging.dicom import read_scan
-from crossward.imaging.pixels import Limits
+from crossward.imaging.dicom.files import read_scan
+from crossward.imaging.dicom.pixels import Limits
+from crossward.imaging.dicom.scans import Scan
 from crossward.imaging.refusals import Refused
-from crossward.imaging.scans import Scan
 from crossward.imaging.workers import work
 
 PACK = Path(__file__).resolve().parents[3] / "shared" / "data" / "dicom" / "files"
@@ -138,8 +137,7 @@ def fuzz(
     outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     wrong: list[tuple[Case, str]] = []
     answered = 0
-    prepare = None if processes == 0 else quiet_decoders
-    for number, result in work(attempt, todo, processes=processes, seconds=20.0, memory=2 << 30, prepare=prepare):
+    for number, result in work(attempt, todo, processes=processes, seconds=20.0, memory=2 << 30):
         answered += 1
         case = todo[number]
         outcome = result.reason.value if isinstance(result, Refused) else str(result)

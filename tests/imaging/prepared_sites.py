@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from tests.imaging.conftest import _write_dicom, _write_labels
 
-from crossward.imaging.config import read_site_rules
-from crossward.imaging.manifest import Manifest
-from crossward.imaging.prepare import prepare
-from crossward.imaging.site_rules import SiteRules
+from crossward.imaging.prepare.manifest import Manifest
+from crossward.imaging.prepare.site import prepare
+from crossward.imaging.rules.config import read_site_rules
+from crossward.imaging.rules.site import SiteRules
 
 SIZE = 8
 SITE = """\

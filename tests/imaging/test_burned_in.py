@@ -8,9 +8,9 @@ from PIL import Image, ImageDraw, ImageFont
 from scipy import ndimage
 from tests.imaging.planted import save, small
 
-from crossward.imaging.burned_in import suspicion, text_letters
+from crossward.imaging.deidentify.burned_in import suspicion, text_letters
+from crossward.imaging.dicom.film import read_image
 from crossward.imaging.phantom import write_hospitals
-from crossward.imaging.read import read_image
 
 
 def tissue(seed: int, shape: tuple[int, int] = (240, 220)) -> np.ndarray:

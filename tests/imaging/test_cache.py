@@ -16,9 +16,9 @@ from hypothesis.extra.numpy import arrays
 from tests.site.conftest import _mounted
 
 from crossward.federation.errors import BadInput, StorageFailure
-from crossward.imaging.cache import INDEX, Cache, Kept, Key, NotPrepared, Pages, held, places
-from crossward.imaging.levels import LEVELS, pixels_in, stored
-from crossward.imaging.lines import Lines
+from crossward.imaging.prepare.cache import INDEX, Cache, Kept, Key, NotPrepared, Pages, held, places
+from crossward.imaging.prepare.levels import LEVELS, pixels_in, stored
+from crossward.imaging.prepare.lines import Lines
 from crossward.imaging.refusals import Reason, Refused
 
 SIZE = 8

@@ -19,9 +19,9 @@ from pydicom.encaps import encapsulate, fragment_frame
 from pydicom.pixels.encoders import RLELosslessEncoder
 from tests.imaging.dicom_files import write_scan
 
-from crossward.imaging.dicom import read_scan
+from crossward.imaging.dicom.files import read_scan
+from crossward.imaging.dicom.scans import Frame
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Frame
 
 # Smooth, so that lossy streams come close to it; each channel its own.
 COLOUR = np.stack(np.meshgrid(np.arange(48) * 4 + 60, np.arange(40) * 5 + 40), axis=-1).astype(np.uint8)

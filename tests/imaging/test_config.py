@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.config import read_site_rules
-from crossward.imaging.config_nodes import BadSiteFile
-from crossward.imaging.site_rules import DomainRule, LabelRule
+from crossward.imaging.rules.config import read_site_rules
+from crossward.imaging.rules.nodes import BadSiteFile
+from crossward.imaging.rules.site import DomainRule, LabelRule
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "provisioning" / "site.yaml.example"
 START = "version: 1\ndata: images\nlabels: {file: labels.csv}\n"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter
 
-from crossward.imaging.correction import bias_field, denoise
 from crossward.imaging.refusals import Reason, Refused
+from crossward.imaging.transforms.correction import bias_field, denoise
 
 SIDE = 192
 

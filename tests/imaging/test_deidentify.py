@@ -19,12 +19,12 @@ from pydicom import dcmread
 from tests.imaging.planted import ID, NAME, marks_in, save, small
 
 from crossward.federation.errors import BadInput, StorageFailure
-from crossward.imaging import deidentify as module
-from crossward.imaging import deidentify_file as worker
-from crossward.imaging.deidentify import deidentify
-from crossward.imaging.deidentify_file import IDENTIFIER, Outcome, Row
-from crossward.imaging.deidentify_report import Summary
-from crossward.imaging.deidentify_rules import Options
+from crossward.imaging.deidentify import file as worker
+from crossward.imaging.deidentify import folder as module
+from crossward.imaging.deidentify.file import Outcome, Row
+from crossward.imaging.deidentify.folder import deidentify
+from crossward.imaging.deidentify.report import Summary
+from crossward.imaging.deidentify.rules import Options
 from crossward.imaging.refusals import Reason
 
 SECRET = bytes(range(32))
@@ -96,7 +96,7 @@ def test_what_still_names_somebody_is_held(originals: Path, tmp_path: Path) -> N
     save(small(7, Manufacturer="Planted Imaging"), originals / "seven.dcm")
     summary = run(originals, tmp_path / "out")
     row = summary.rows["seven.dcm"]
-    assert (row.outcome, row.reason, row.detail) == (Outcome.HELD, IDENTIFIER, "name in Manufacturer")
+    assert (row.outcome, row.reason, row.detail) == (Outcome.HELD, Reason.IDENTIFIER, "name in Manufacturer")
     assert (tmp_path / "out" / "held" / row.output).is_file()
     assert not (tmp_path / "out" / "clean" / row.output).exists()
     again = run(originals, tmp_path / "out", reviewed=frozenset({row.output, "seven.dcm"}))
@@ -150,7 +150,7 @@ def test_kill_nine_in_the_middle_loses_nothing(tmp_path: Path) -> None:
     for number in range(60):
         save(small(number), folder / f"{number}.dcm")
     script = (
-        "import sys; from pathlib import Path; from crossward.imaging.deidentify import deidentify\n"
+        "import sys; from pathlib import Path; from crossward.imaging.deidentify.folder import deidentify\n"
         "deidentify(Path(sys.argv[1]), Path(sys.argv[2]), secret=bytes(range(32)), processes=0)"
     )
     out = tmp_path / "out"
@@ -325,7 +325,7 @@ def test_real_files_pass_are_held_or_are_refused_and_keep_their_pixels(shared_da
     summary = run(shared_data / "dicom" / "files", tmp_path / "out", processes=2)
     assert len(summary.rows) == 56
     assert summary.count(Outcome.OK) >= 20
-    assert {row.reason for row in summary.rows.values()} <= {"", IDENTIFIER, *Reason}
+    assert {row.reason for row in summary.rows.values()} <= {"", *Reason}
     for path, row in summary.rows.items():
         if row.outcome is Outcome.OK:
             before = dcmread(shared_data / "dicom" / "files" / path)

@@ -22,8 +22,8 @@ from pydicom.uid import (
 from tests.imaging.planted import ID, MARKS, UID_ROOT, marks_in, picture, plant_everywhere, save, small
 from tests.imaging.test_deidentify_rules import MAY_STAY
 
-from crossward.imaging.deidentify_apply import Deidentifier, check_kind, clear_hidden_bits, quiet
-from crossward.imaging.deidentify_rules import Options
+from crossward.imaging.deidentify.apply import Deidentifier, check_kind, clear_hidden_bits, quiet
+from crossward.imaging.deidentify.rules import Options
 from crossward.imaging.refusals import Reason, Refused
 
 SECRET = bytes(range(32))

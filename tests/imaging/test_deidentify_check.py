@@ -9,9 +9,9 @@ from pydicom import dcmread
 from pydicom.dataset import FileDataset
 from tests.imaging.planted import ACCESSION, BIRTH, ID, NAME, PLACE, UID_ROOT, save, small
 
-from crossward.imaging.deidentify_apply import Deidentifier
-from crossward.imaging.deidentify_check import find, identifiers
-from crossward.imaging.deidentify_rules import Options
+from crossward.imaging.deidentify.apply import Deidentifier
+from crossward.imaging.deidentify.check import find, identifiers
+from crossward.imaging.deidentify.rules import Options
 
 SECRET = bytes(32)
 

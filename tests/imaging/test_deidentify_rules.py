@@ -4,7 +4,7 @@ import pytest
 from pydicom.datadict import DicomDictionary, tag_for_keyword
 from pydicom.tag import Tag
 
-from crossward.imaging.deidentify_rules import Action, Options, action, looks_right
+from crossward.imaging.deidentify.rules import Action, Options, action, looks_right
 
 # Text and bytes that may stay; everything else of these kinds must go. Written by hand from PS3.15 Table E.1-1.
 MAY_STAY = set(

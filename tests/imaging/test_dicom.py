@@ -15,8 +15,8 @@ import pytest
 from pydicom import dcmread, uid
 from tests.imaging.dicom_files import item, write_scan
 
-from crossward.imaging.dicom import read_header, read_scan
-from crossward.imaging.pixels import Limits
+from crossward.imaging.dicom.files import read_header, read_scan
+from crossward.imaging.dicom.pixels import Limits
 from crossward.imaging.refusals import Reason, Refused
 
 RAMP = np.arange(12, dtype=np.uint8).reshape(3, 4)

@@ -12,7 +12,7 @@ from pydicom import uid
 from tests.imaging.dicom_files import write_scan
 from tests.imaging.dicom_fuzz import KINDS, READ, cut, fuzz, nonsense, same, table
 
-from crossward.imaging.dicom import read_scan
+from crossward.imaging.dicom.files import read_scan
 from crossward.imaging.refusals import Reason
 
 GREY = np.random.default_rng(0).integers(0, 4096, (40, 30)).astype(np.uint16)

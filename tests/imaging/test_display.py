@@ -18,10 +18,10 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 from tests.imaging.dicom_files import lookup_table, write_scan
 
-from crossward.imaging.dicom import read_scan
-from crossward.imaging.display import apply_window, display, unit
+from crossward.imaging.dicom.display import apply_window, display, unit
+from crossward.imaging.dicom.files import read_scan
+from crossward.imaging.dicom.scans import Frame, Table, Window
 from crossward.imaging.refusals import Refused
-from crossward.imaging.scans import Frame, Table, Window
 
 VALUES = np.array([[-100.0, 0.0, 40.0, 41.0, 240.0]], dtype=np.float32)
 

@@ -10,8 +10,8 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from crossward.federation.errors import StorageFailure
-from crossward.imaging.domain_report import PAGE, SHEET, Domain, Sample, domain_report
-from crossward.imaging.domain_statistics import DomainStatistics, Tally, measure, measure_picture
+from crossward.imaging.transforms.report import PAGE, SHEET, Domain, Sample, domain_report
+from crossward.imaging.transforms.statistics import DomainStatistics, Tally, measure, measure_picture
 
 
 def field(length: float, *, side: int = 256, seed: int = 0) -> np.ndarray:

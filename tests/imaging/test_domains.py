@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.domains import FIELDS, check_name, check_pattern, domain_of, safe_name
+from crossward.imaging.dicom.scans import Header
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Header
-from crossward.imaging.site_rules import DomainRule
+from crossward.imaging.rules.domains import FIELDS, check_name, check_pattern, domain_of, safe_name
+from crossward.imaging.rules.site import DomainRule
 
 SIGNA = Header(manufacturer="GE MEDICAL SYSTEMS", model="SIGNA  Pioneer", modality="MR", field_strength=3.0)
 

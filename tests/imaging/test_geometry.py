@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from scipy.ndimage import map_coordinates
 
 from crossward.imaging import folder
-from crossward.imaging.geometry import body_box, fit_square, luminance, middle_square, resample
-from crossward.imaging.read import Film
+from crossward.imaging.dicom.film import Film
 from crossward.imaging.refusals import Reason, Refused
+from crossward.imaging.transforms.geometry import body_box, fit_square, luminance, middle_square, resample
 
 
 def everywhere(values: np.ndarray, axes: int = 2) -> np.ndarray:

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from tests.imaging.conftest import WriteDicom
 
 from crossward.federation.errors import BadInput, StorageFailure
-from crossward.imaging import inventory as inventory_module
-from crossward.imaging import inventory_journal
-from crossward.imaging.inventory import Found, Inventory, scan
-from crossward.imaging.inventory_file import Place, pixel_digest, read_facts
-from crossward.imaging.inventory_journal import Journal, Record
-from crossward.imaging.inventory_walk import STATE_FOLDER, walk
+from crossward.imaging.inventory import journal as inventory_journal
+from crossward.imaging.inventory import scan as inventory_module
+from crossward.imaging.inventory.file import Place, pixel_digest, read_facts
+from crossward.imaging.inventory.journal import Journal, Record
+from crossward.imaging.inventory.scan import Found, Inventory, scan
+from crossward.imaging.inventory.walk import STATE_FOLDER, walk
 from crossward.imaging.refusals import Reason, Refused
 
 PIXELS = np.arange(12, dtype=np.uint16).reshape(3, 4)
@@ -338,7 +338,7 @@ def test_a_damaged_journal_gives_whole_records_only(tmp_path: Path, data: st.Dat
 SCAN = """
 import sys, time
 from pathlib import Path
-from crossward.imaging.inventory import scan
+from crossward.imaging.inventory.scan import scan
 scan(Path(sys.argv[1]), state=Path(sys.argv[2]), processes=2, progress=lambda *news: time.sleep(0.01))
 """
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossward.imaging.inventory import Found, Inventory
-from crossward.imaging.inventory_facts import (
+from crossward.imaging.dicom.scans import Header
+from crossward.imaging.inventory.facts import (
     NO_CODE,
     NOT_SAID,
     NOT_STANDARD,
@@ -20,9 +20,9 @@ from crossward.imaging.inventory_facts import (
     facts,
     images_by_scanner,
 )
-from crossward.imaging.inventory_words import cautions, counts_in_words, overview, range_in_words, scanner_rows
+from crossward.imaging.inventory.scan import Found, Inventory
+from crossward.imaging.inventory.words import cautions, counts_in_words, overview, range_in_words, scanner_rows
 from crossward.imaging.refusals import Reason
-from crossward.imaging.scans import Header
 
 ELE, JPEG = "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.4.50"
 CT, SR = "1.2.840.10008.5.1.4.1.1.2", "1.2.840.10008.5.1.4.1.1.88.11"

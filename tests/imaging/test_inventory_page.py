@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from crossward.imaging.inventory import Found, scan
-from crossward.imaging.inventory_facts import facts
-from crossward.imaging.inventory_page import PICTURES, choose, may_show_text, write_page
-from crossward.imaging.inventory_thumbnail import LONGEST_SIDE, thumbnail
+from crossward.imaging.dicom.scans import Header
+from crossward.imaging.inventory.facts import facts
+from crossward.imaging.inventory.page import PICTURES, choose, may_show_text, write_page
+from crossward.imaging.inventory.scan import Found, scan
+from crossward.imaging.inventory.thumbnail import LONGEST_SIDE, thumbnail
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Header
 
 from .conftest import WriteDicom
 

@@ -10,7 +10,7 @@ from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import ComprehensiveSRStorage, ExplicitVRLittleEndian
 from tests.imaging.conftest import WriteDicom
 
-from crossward.imaging.label_reading import Finding, read_element, read_report
+from crossward.imaging.labels.reading import Finding, read_element, read_report
 from crossward.imaging.refusals import Reason, Refused
 
 FINDING = "121071"

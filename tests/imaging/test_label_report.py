@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from crossward.imaging.label_report import balance, problems, split, warnings
-from crossward.imaging.labels import Labelled, Labels
+from crossward.imaging.dicom.scans import Header
+from crossward.imaging.labels.join import Labelled, Labels
+from crossward.imaging.labels.report import balance, problems, split, warnings
 from crossward.imaging.refusals import Reason
-from crossward.imaging.scans import Header
-from crossward.imaging.site_rules import LabelRule, SiteRules
+from crossward.imaging.rules.site import LabelRule, SiteRules
 
 
 def labels_of(*pairs: tuple[str, str], **others: object) -> Labels:

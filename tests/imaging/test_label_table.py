@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.label_table import Line, read_table
-from crossward.imaging.site_rules import LabelRule
+from crossward.imaging.labels.table import Line, read_table
+from crossward.imaging.rules.site import LabelRule
 
 EXPECTED = [Line(2, "a.dcm", "normal", "P1"), Line(3, "b, c.dcm", "node", "P2")]
 

@@ -11,11 +11,11 @@ from tests.imaging.conftest import WriteDicom
 from tests.imaging.test_label_reading import code, image, item, listed, write_report
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.inventory import Found, scan
-from crossward.imaging.labels import Labels, join
+from crossward.imaging.dicom.scans import Header
+from crossward.imaging.inventory.scan import Found, scan
+from crossward.imaging.labels.join import Labels, join
 from crossward.imaging.refusals import Reason
-from crossward.imaging.scans import Header
-from crossward.imaging.site_rules import LabelRule, SiteRules
+from crossward.imaging.rules.site import LabelRule, SiteRules
 
 
 def found(path: str, *, digest: str | None = None, **header: Any) -> Found:

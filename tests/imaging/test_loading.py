@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.cache import Cache, Kept, NotPrepared, places
 from crossward.imaging.data import Split
-from crossward.imaging.levels import LEVELS
 from crossward.imaging.loading import Loading, batches
-from crossward.imaging.prepared import StoredImages
+from crossward.imaging.prepare.cache import Cache, Kept, NotPrepared, places
+from crossward.imaging.prepare.levels import LEVELS
+from crossward.imaging.prepare.ready import StoredImages
 
 COUNT, SIZE = 37, 8
 

@@ -19,7 +19,7 @@ from tests.imaging.planted import BIRTH, UID_ROOT, marks_in, picture, plant_ever
 from tests.imaging.test_deidentify_rules import MAY_STAY
 
 from crossward.cli.main import main
-from crossward.imaging.deidentify_apply import quiet
+from crossward.imaging.deidentify.apply import quiet
 
 SITE_YAML = """version: 1
 data: images

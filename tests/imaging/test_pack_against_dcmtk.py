@@ -21,11 +21,11 @@ from PIL import Image
 from pydicom import dcmread
 from pydicom.encaps import get_frame
 
-from crossward.imaging.dicom import read_header, read_scan
-from crossward.imaging.display import display
-from crossward.imaging.look import contact_sheet
+from crossward.imaging.dicom.display import display
+from crossward.imaging.dicom.files import read_header, read_scan
+from crossward.imaging.dicom.look import contact_sheet
+from crossward.imaging.dicom.scans import Frame
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Frame
 
 pytestmark = pytest.mark.shared
 

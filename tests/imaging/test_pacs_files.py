@@ -18,10 +18,10 @@ from pydicom import dcmread
 from pydicom.uid import DeflatedExplicitVRLittleEndian
 
 from crossward.federation.errors import BadInput, StorageFailure
-from crossward.imaging.pacs_files import ImageFolder, check_instance, file_name
-from crossward.imaging.pacs_query import FoundStudy
-from crossward.imaging.pacs_state import PullState
-from crossward.imaging.pacs_trouble import Lost, Trouble, quiet_libraries
+from crossward.imaging.pacs.files import ImageFolder, check_instance, file_name
+from crossward.imaging.pacs.query import FoundStudy
+from crossward.imaging.pacs.state import PullState
+from crossward.imaging.pacs.trouble import Lost, Trouble, quiet_libraries
 
 PIXELS = np.arange(400, dtype=np.uint16).reshape(20, 20)
 WriteDicom = Callable[..., Path]

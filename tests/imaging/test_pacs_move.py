@@ -24,12 +24,12 @@ from tests.imaging.orthanc import (
 )
 
 from crossward.federation.errors import BadInput, RunFailure, StorageFailure
-from crossward.imaging.pacs_files import ImageFolder
-from crossward.imaging.pacs_move import MovingArchive, Peer
-from crossward.imaging.pacs_pull import Pulled, pull
-from crossward.imaging.pacs_query import Query
-from crossward.imaging.pacs_store import Received, Receiver
-from crossward.imaging.pacs_trouble import Patience, Retrying, Trouble
+from crossward.imaging.pacs.files import ImageFolder
+from crossward.imaging.pacs.move import MovingArchive, Peer
+from crossward.imaging.pacs.pull import Pulled, pull
+from crossward.imaging.pacs.query import Query
+from crossward.imaging.pacs.store import Received, Receiver
+from crossward.imaging.pacs.trouble import Patience, Retrying, Trouble
 
 ALL = Query(since=date(2024, 1, 1), until=date(2024, 1, 31))
 QUICK = Patience(attempts=5, first=0.02, longest=0.1)

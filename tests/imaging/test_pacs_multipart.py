@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossward.imaging.pacs_multipart import Malformed, Multipart, content_type
+from crossward.imaging.pacs.multipart import Malformed, Multipart, content_type
 
 BOUNDARY = "edge-7"
 # Bodies that look like the delimiter, or like its beginning.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.pacs_query import FoundStudy, Query, Question, read_day, read_list
+from crossward.imaging.pacs.query import FoundStudy, Query, Question, read_day, read_list
 
 
 def test_questions_ask_for_every_listed_value_and_modality() -> None:

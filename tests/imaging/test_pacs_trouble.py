@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.pacs_access import read_access
-from crossward.imaging.pacs_trouble import Passing, Patience, Retrying, Stopped, quiet_libraries
+from crossward.imaging.pacs.access import read_access
+from crossward.imaging.pacs.trouble import Passing, Patience, Retrying, Stopped, quiet_libraries
 
 QUICK = Patience(attempts=4, first=0.001, longest=0.002)
 

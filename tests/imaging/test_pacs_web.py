@@ -22,12 +22,12 @@ from pydicom import dcmread
 from tests.imaging.orthanc import LOGIN, Orthanc, assert_same_images, phantom_studies, running, study_uid
 
 from crossward.federation.errors import BadInput, RunFailure, StorageFailure
-from crossward.imaging.pacs_access import Access, read_access
-from crossward.imaging.pacs_files import ImageFolder
-from crossward.imaging.pacs_pull import Pulled, pull
-from crossward.imaging.pacs_query import Query
-from crossward.imaging.pacs_trouble import Patience, Retrying, Trouble
-from crossward.imaging.pacs_web import DicomWeb
+from crossward.imaging.pacs.access import Access, read_access
+from crossward.imaging.pacs.files import ImageFolder
+from crossward.imaging.pacs.pull import Pulled, pull
+from crossward.imaging.pacs.query import Query
+from crossward.imaging.pacs.trouble import Patience, Retrying, Trouble
+from crossward.imaging.pacs.web import DicomWeb
 
 ALL = Query(since=date(2024, 1, 1), until=date(2024, 1, 31))
 QUICK = Patience(attempts=5, first=0.02, longest=0.1)

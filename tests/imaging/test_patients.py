@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from crossward.imaging.patients import clashing, names_someone, patient_ids
-from crossward.imaging.scans import Header
+from crossward.imaging.dicom.scans import Header
+from crossward.imaging.labels.patients import clashing, names_someone, patient_ids
 
 
 def test_an_id_is_a_patient_and_a_file_without_one_is_nobodys() -> None:

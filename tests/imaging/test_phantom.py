@@ -14,8 +14,8 @@ from pydicom.uid import UID
 from crossward.federation.errors import BadInput, StorageFailure
 from crossward.imaging import phantom
 from crossward.imaging.anatomy import CLASSES
+from crossward.imaging.dicom.film import read_image
 from crossward.imaging.phantom import write_hospitals
-from crossward.imaging.read import read_image
 from crossward.imaging.scanner_profiles import HOSPITAL_SCANNERS, UNSEEN_SCANNER
 from crossward.imaging.spoiled import KINDS
 

@@ -9,8 +9,8 @@ from PIL import Image
 from crossward.federation.errors import BadInput, StorageFailure
 from crossward.imaging import sheet
 from crossward.imaging.anatomy import CLASSES
+from crossward.imaging.dicom.film import Film, read_image
 from crossward.imaging.phantom import write_hospitals
-from crossward.imaging.read import Film, read_image
 from crossward.imaging.sheet import contact_sheet
 from crossward.imaging.spoiled import KINDS
 

@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 from pydicom import dcmread, uid
 from tests.imaging.dicom_files import elements, item, lookup_table, write_scan
 
-from crossward.imaging.dicom import read_scan
+from crossward.imaging.dicom.files import read_scan
+from crossward.imaging.dicom.scans import Frame
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Frame
 
 NATIVE = [
     uid.ImplicitVRLittleEndian,

@@ -18,12 +18,12 @@ from tests.imaging.prepared_sites import SITE, SIZE, Hospital
 from tests.site.conftest import _mounted
 
 from crossward.federation.errors import BadInput, StorageFailure
-from crossward.imaging import prepare as preparing
-from crossward.imaging import prepare_file
-from crossward.imaging.cache import Kept, Pages, places
-from crossward.imaging.levels import LEVELS
-from crossward.imaging.lines import Lines
-from crossward.imaging.manifest import Manifest, Picture
+from crossward.imaging.prepare import file as prepare_file
+from crossward.imaging.prepare import site as preparing
+from crossward.imaging.prepare.cache import Kept, Pages, places
+from crossward.imaging.prepare.levels import LEVELS
+from crossward.imaging.prepare.lines import Lines
+from crossward.imaging.prepare.manifest import Manifest, Picture
 from crossward.imaging.refusals import Reason
 
 PATIENTS = 12
@@ -474,8 +474,8 @@ def test_a_cache_that_cannot_be_written(hospital: Hospital, tmp_path: Path) -> N
 SCRIPT = """\
 import sys
 from pathlib import Path
-from crossward.imaging.config import read_site_rules
-from crossward.imaging import prepare
+from crossward.imaging.rules.config import read_site_rules
+from crossward.imaging.prepare import site as prepare
 prepare._SECONDS_BETWEEN_COMMITS = 0.0
 if __name__ == "__main__":
     prepare.prepare(read_site_rules(Path(sys.argv[1])), size=8, processes=2)

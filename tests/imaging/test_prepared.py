@@ -12,12 +12,12 @@ import torch
 from tests.imaging.prepared_sites import SITE, SIZE, Hospital
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.cache import NotPrepared
 from crossward.imaging.data import TooFewImages, labels_of, load, load_site, site_names
-from crossward.imaging.prepared import StoredImages
+from crossward.imaging.prepare.cache import NotPrepared
+from crossward.imaging.prepare.ready import StoredImages
 from crossward.imaging.refusals import Reason
-from crossward.imaging.scanner_style import STYLES
 from crossward.imaging.splits import TRAIN
+from crossward.imaging.transforms.style import STYLES
 
 ASKED: dict[str, Any] = {"classes": ("x", "y"), "size": SIZE, "channels": 1, "seed": 9, "batch_size": 4}
 PARTS = ("train", "val", "test")

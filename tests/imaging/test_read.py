@@ -14,7 +14,7 @@ from pydicom.sequence import Sequence
 from pydicom.uid import JPEGLSLossless
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.read import read_image
+from crossward.imaging.dicom.film import read_image
 
 EIGHT_BIT = np.array([[0, 51, 255], [102, 153, 204]], dtype=np.uint8)
 FIFTHS = [[0.0, 0.2, 1.0], [0.4, 0.6, 0.8]]

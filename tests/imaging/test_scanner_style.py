@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.domain_statistics import DomainStatistics
-from crossward.imaging.scanner_style import MOST, STYLES, check_style, ranges, style
-from crossward.imaging.site_rules import Step
+from crossward.imaging.rules.site import Step
+from crossward.imaging.transforms.statistics import DomainStatistics
+from crossward.imaging.transforms.style import MOST, STYLES, check_style, ranges, style
 
 ALL = [Step(name=name) for name in STYLES]
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from crossward.imaging.dicom.scans import Table, Window
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Table, Window
-from crossward.imaging.standardise import (
+from crossward.imaging.transforms.standardise import (
     Histogram,
     Mean,
     air,

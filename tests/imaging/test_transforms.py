@@ -14,11 +14,11 @@ from hypothesis.extra import numpy as arrays
 
 from crossward.federation.errors import BadInput
 from crossward.imaging import folder
-from crossward.imaging.read import read_image
+from crossward.imaging.dicom.film import read_image
+from crossward.imaging.dicom.scans import Frame, Table, Window
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Frame, Table, Window
-from crossward.imaging.site_rules import Step
-from crossward.imaging.transforms import Fitted, Fitter, check_step, check_steps, digest, pipeline
+from crossward.imaging.rules.site import Step
+from crossward.imaging.transforms.pipeline import Fitted, Fitter, check_step, check_steps, digest, pipeline
 
 
 def step(name: str, **options: Any) -> Step:

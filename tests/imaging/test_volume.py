@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.imaging.dicom_files import elements, item, write_scan
 
-from crossward.imaging.dicom import read_header
-from crossward.imaging.pixels import Limits
+from crossward.imaging.dicom.files import read_header
+from crossward.imaging.dicom.pixels import Limits
+from crossward.imaging.dicom.scans import Header
+from crossward.imaging.dicom.volume import order_slices, read_volume
 from crossward.imaging.refusals import Reason, Refused
-from crossward.imaging.scans import Header
-from crossward.imaging.volume import order_slices, read_volume
 
 AXIAL = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 # Rows to the back, columns downwards: the normal points to the right, so slices rise with falling x.

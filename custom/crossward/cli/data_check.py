@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from crossward.cli.progress import counting
-from crossward.imaging.candidates import Choice, choose
-from crossward.imaging.config import read_site_rules
-from crossward.imaging.inventory import scan
-from crossward.imaging.label_report import PARTS, problems
-from crossward.imaging.site_rules import DEFAULT_DOMAIN, SiteRules
+from crossward.imaging.inventory.scan import scan
+from crossward.imaging.labels.report import PARTS, problems
+from crossward.imaging.prepare.candidates import Choice, choose
+from crossward.imaging.rules.config import read_site_rules
+from crossward.imaging.rules.site import DEFAULT_DOMAIN, SiteRules
 
 _NOTHING_TO_TRAIN_ON = 2
 

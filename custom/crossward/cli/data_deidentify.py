@@ -13,11 +13,11 @@ from rich.table import Table
 
 from crossward.cli.progress import counting
 from crossward.federation.errors import BadInput, PrivacyRefusal
-from crossward.imaging.deidentify import CLEAN, HELD, MAPPING
-from crossward.imaging.deidentify import deidentify as clean_folder
-from crossward.imaging.deidentify_file import Outcome
-from crossward.imaging.deidentify_report import REPORT_TEXT, Summary
-from crossward.imaging.deidentify_rules import Options
+from crossward.imaging.deidentify.file import Outcome
+from crossward.imaging.deidentify.folder import CLEAN, HELD, MAPPING
+from crossward.imaging.deidentify.folder import deidentify as clean_folder
+from crossward.imaging.deidentify.report import REPORT_TEXT, Summary
+from crossward.imaging.deidentify.rules import Options
 from crossward.imaging.secret import site_secret
 
 _INTERRUPTED = 130

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from crossward.cli.progress import counting
 from crossward.federation.errors import BadInput
-from crossward.imaging.config import read_site_rules
-from crossward.imaging.manifest import PARTS, Manifest, folder_of
-from crossward.imaging.prepare import prepare as prepare_site
-from crossward.imaging.prepare_report import write_report
+from crossward.imaging.prepare.manifest import PARTS, Manifest, folder_of
+from crossward.imaging.prepare.report import write_report
+from crossward.imaging.prepare.site import prepare as prepare_site
+from crossward.imaging.rules.config import read_site_rules
 
 
 def prepare(

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from crossward.cli.progress import counting
 from crossward.federation.errors import BadInput, RunFailure
-from crossward.imaging.pacs_access import LOGIN_VARIABLE, TOKEN_VARIABLE, read_access
-from crossward.imaging.pacs_files import IMAGES, ImageFolder
-from crossward.imaging.pacs_pull import Archive, Pulled
-from crossward.imaging.pacs_pull import pull as pull_studies
-from crossward.imaging.pacs_query import Query, read_day, read_list
-from crossward.imaging.pacs_state import STATE_FILE
-from crossward.imaging.pacs_trouble import Patience, Retrying
-from crossward.imaging.pacs_web import DicomWeb
+from crossward.imaging.pacs.access import LOGIN_VARIABLE, TOKEN_VARIABLE, read_access
+from crossward.imaging.pacs.files import IMAGES, ImageFolder
+from crossward.imaging.pacs.pull import Archive, Pulled
+from crossward.imaging.pacs.pull import pull as pull_studies
+from crossward.imaging.pacs.query import Query, read_day, read_list
+from crossward.imaging.pacs.state import STATE_FILE
+from crossward.imaging.pacs.trouble import Patience, Retrying
+from crossward.imaging.pacs.web import DicomWeb
 
 _MOST_LINES = 10
 
@@ -80,8 +80,8 @@ def pull(
         archive: Archive
         if pacs:
             # Takes a while to import, and DICOMweb does without it.
-            from crossward.imaging.pacs_move import MovingArchive, Peer
-            from crossward.imaging.pacs_store import Receiver
+            from crossward.imaging.pacs.move import MovingArchive, Peer
+            from crossward.imaging.pacs.store import Receiver
 
             peer = Peer.parse(pacs)
             receiver = Receiver(images, title=title, port=port, callers=[peer.title], address=bind, only_expected=True)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from crossward.cli.progress import counting
-from crossward.imaging.pacs_files import IMAGES, ImageFolder
+from crossward.imaging.pacs.files import IMAGES, ImageFolder
 
 _LOOK_EVERY = 0.5
 
@@ -36,7 +36,7 @@ def receive(
     Example: crossward data receive --out scans --caller PACS --title CROSSWARD --port 11112
     """
     # Takes a while to import.
-    from crossward.imaging.pacs_store import Receiver
+    from crossward.imaging.pacs.store import Receiver
 
     errors = Console(stderr=True)
     with ImageFolder(out) as images, _told_to_stop() as stop:

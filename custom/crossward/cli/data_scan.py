@@ -16,11 +16,11 @@ from rich.text import Text
 
 from crossward.cli.progress import counting
 from crossward.federation.errors import BadInput
-from crossward.imaging.inventory import scan as take_inventory
-from crossward.imaging.inventory_facts import Facts, facts
-from crossward.imaging.inventory_page import write_page
-from crossward.imaging.inventory_walk import STATE_FOLDER
-from crossward.imaging.inventory_words import cautions, counts_in_words, overview, range_in_words
+from crossward.imaging.inventory.facts import Facts, facts
+from crossward.imaging.inventory.page import write_page
+from crossward.imaging.inventory.scan import scan as take_inventory
+from crossward.imaging.inventory.walk import STATE_FOLDER
+from crossward.imaging.inventory.words import cautions, counts_in_words, overview, range_in_words
 
 _SCANNER_HEADINGS = ("scanner", "images", "patients", "modality", "software", "kV", "T", "kernel", "spacing", "bits")
 _INTERRUPTED = 130

@@ -8,7 +8,7 @@ from typing import Any
 from crossward.evaluate.metrics import cross_site
 from crossward.evaluate.table import Sheet, percent
 
-UNKNOWN_SCANNER = "unknown scanner"  # what imaging/read.py says of a file that names none
+UNKNOWN_SCANNER = "unknown scanner"  # what imaging/dicom/film.py says of a file that names none
 DOMAINS_IN_WORDS = "A domain is a scanner; a hospital whose scanner is not known is a domain of its own."
 CPRR_IN_WORDS = "CPRR: of what models reach on scanners like their own, this share is left on the others'."
 

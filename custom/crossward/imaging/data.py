@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from crossward.federation.errors import BadInput
-from crossward.imaging import folder, pack, prepared
-from crossward.imaging.prepared import Images, PreparedListing, Style, for_model, rows_of
+from crossward.imaging import folder, pack
+from crossward.imaging.prepare import ready as prepared
+from crossward.imaging.prepare.ready import Images, PreparedListing, Style, for_model, rows_of
 from crossward.imaging.splits import TEST, TRAIN, VAL, Listing, Progress, choose_sites, keep_patients
 
 SMALLEST_SIZE = 8

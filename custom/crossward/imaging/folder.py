@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from crossward.federation.errors import BadInput
-from crossward.imaging.read import Film, read_image
+from crossward.imaging.dicom.film import Film, read_image
 from crossward.imaging.splits import Listing, Progress, choose_sites, split_patients
 
 LABELS = "labels.csv"

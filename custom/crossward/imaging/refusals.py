@@ -38,6 +38,7 @@ class Reason(StrEnum):
     NO_DOMAIN = "fits no scanner domain of the rule"
     COLOUR = "is in colour, and the images are to be grey"
     BURNED_IN = "may show burned-in text"
+    IDENTIFIER = "still holds an identifier"
     TRANSFORM = "its transforms give no finite picture"
     CHANGED = "changed while it was read"
 

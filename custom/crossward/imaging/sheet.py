@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from crossward.federation.errors import BadInput, StorageFailure
+from crossward.imaging.dicom.film import Film, read_image
 from crossward.imaging.folder import HELD_OUT, LABELS, PHANTOM_NOTE
-from crossward.imaging.read import Film, read_image
 
 TILE = 132
 GAP = 4

@@ -12,10 +12,10 @@ import torch
 
 from crossward.federation.errors import BadInput
 from crossward.imaging.data import Split
+from crossward.imaging.dicom.film import read_image
 from crossward.imaging.folder import check_shape, fit_square
 from crossward.imaging.held_out import NO_CLASS
 from crossward.imaging.pictures import normalised
-from crossward.imaging.read import read_image
 from crossward.imaging.splits import Progress
 
 _PREAMBLE = 128

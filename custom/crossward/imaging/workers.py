@@ -30,7 +30,7 @@ Answers = list[tuple[int, Any]]
 
 _CONTEXT = get_context("forkserver")
 # What workers are forked from has read these already, and nothing else: least of all the whole command.
-_CONTEXT.set_forkserver_preload(["crossward.imaging.dicom"])
+_CONTEXT.set_forkserver_preload(["crossward.imaging.dicom.files"])
 _LARGEST_CHUNK = 16
 _POLL = 0.25
 _IDLE = -1.0

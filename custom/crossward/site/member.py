@@ -25,8 +25,8 @@ from crossward.federation.errors import (
 )
 from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
-from crossward.imaging.cache import NotPrepared
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
+from crossward.imaging.prepare.cache import NotPrepared
 from crossward.site import messages
 from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN, Message

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg import canonical, messages
+from crossward.privacy.secagg.attempt import Blamed, OutOfTurn, SiteAttempt
 from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
@@ -28,40 +28,6 @@ from crossward.privacy.secagg.shamir import SHARE_BYTES, split
 
 STRIKES = 3
 _BEFORE_KEYS = ("new", "greeted", "joined", "left")
-
-
-class OutOfTurn(PrivacyRefusal):
-    """A message that the site does not wait for: a second answer could undo what the first one protected."""
-
-
-class Blamed(PrivacyRefusal):
-    """Another site broke the protocol.
-
-    Args:
-        site: which.
-        what: it did.
-    """
-
-    def __init__(self, site: str, what: str) -> None:
-        super().__init__(f"{site} {what}")
-        self.site = site
-
-
-@dataclass
-class _Attempt:
-    """What a site keeps in memory during an attempt, and forgets with it."""
-
-    binding: Binding
-    context: bytes
-    threshold: int
-    pair_seeds: dict[str, bytes]
-    self_seed: bytes
-    own_shares: messages.Shares
-    held: dict[str, messages.Shares] = field(default_factory=dict)
-    pads: dict[str, bytes] = field(default_factory=dict)
-    update: str = ""
-    sharers: tuple[str, ...] = ()
-    survivors: tuple[str, ...] = ()
 
 
 class SecureSite:
@@ -101,7 +67,7 @@ class SecureSite:
         self._roster: Roster | None = None
         self._pairs: PairRoots | None = None
         self._group = b""
-        self._attempt: _Attempt | None = None
+        self._attempt: SiteAttempt | None = None
 
     @property
     def state(self) -> str:
@@ -198,7 +164,7 @@ class SecureSite:
                 "wrapped": digest("wrapped seeds", wrapped),
             }
             boxes[peer] = sign(SHARE, body, sender=self.name, context=context, keys=self._keys)
-        self._attempt = _Attempt(binding, context, threshold, seeds, self_seed, shares[self.name])
+        self._attempt = SiteAttempt(binding, context, threshold, seeds, self_seed, shares[self.name])
         self._state = "shared"
         return encode({"boxes": boxes, "wrapped": wrapped})
 
@@ -220,7 +186,7 @@ class SecureSite:
             return self._contribute(attempt, inbox, words, update, slots or {})
 
     def _contribute(
-        self, attempt: _Attempt, inbox: Mapping[str, bytes], words: Words, update: str, slots: Mapping[str, slice]
+        self, attempt: SiteAttempt, inbox: Mapping[str, bytes], words: Words, update: str, slots: Mapping[str, slice]
     ) -> bytes:
         sharers = tuple(sorted([*inbox, self.name]))
         if self.name in inbox or not set(sharers) <= set(attempt.binding.cohort):
@@ -255,7 +221,7 @@ class SecureSite:
         with self._attempting("uploaded") as attempt:
             return self._hear_survivors(attempt, uploads)
 
-    def _hear_survivors(self, attempt: _Attempt, uploads: Mapping[str, bytes]) -> bytes:
+    def _hear_survivors(self, attempt: SiteAttempt, uploads: Mapping[str, bytes]) -> bytes:
         survivors = names_of(uploads)
         if not set(survivors) <= set(attempt.sharers):
             raise Untrusted("vectors of sites that shared no secrets are said to be in the sum")
@@ -278,7 +244,7 @@ class SecureSite:
             self._check_agreements(attempt, agreements)
             return self._reveal(attempt)
 
-    def _check_agreements(self, attempt: _Attempt, agreements: Mapping[str, bytes]) -> None:
+    def _check_agreements(self, attempt: SiteAttempt, agreements: Mapping[str, bytes]) -> None:
         if not set(agreements) <= set(attempt.sharers) or len(agreements) < attempt.threshold:
             raise PrivacyRefusal(f"{len(agreements)} sites agreed to the survivors, and it takes {attempt.threshold}")
         for name, message in agreements.items():
@@ -306,7 +272,7 @@ class SecureSite:
         if self._pairs is not None:
             self._pairs.forget()
 
-    def _reveal(self, attempt: _Attempt) -> bytes:
+    def _reveal(self, attempt: SiteAttempt) -> bytes:
         if self.name in attempt.survivors:
             self._note(attempt, attempt.survivors, "opened")
         self._state = "opened"
@@ -318,7 +284,7 @@ class SecureSite:
         attempt.held = {}
         return sign(REVEAL, body, sender=self.name, context=attempt.context, keys=self._keys)
 
-    def _take_share(self, attempt: _Attempt, peer: str, message: bytes) -> messages.Shares:
+    def _take_share(self, attempt: SiteAttempt, peer: str, message: bytes) -> messages.Shares:
         try:
             body = self._open(message, SHARE, peer, attempt.context)
             if body.get("to") != self.name:
@@ -335,7 +301,7 @@ class SecureSite:
             raise Blamed(peer, "committed to another mask for the pair than this site")
         return messages.Shares(content[:SHARE_BYTES], content[SHARE_BYTES:])
 
-    def _pad(self, attempt: _Attempt, owner: str, words: Words) -> None:
+    def _pad(self, attempt: SiteAttempt, owner: str, words: Words) -> None:
         """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""
         pairs = self._known_pairs()
         if owner == self.name:
@@ -348,7 +314,7 @@ class SecureSite:
             key = pairs.key(owner, "pad", context=attempt.context, parts=[self.name, owner])
             apply_masks(words, [Mask(key, 1)], cipher=self.settings.cipher, threads=self._threads)
 
-    def _note(self, attempt: _Attempt, cohort: tuple[str, ...], step: Any) -> None:
+    def _note(self, attempt: SiteAttempt, cohort: tuple[str, ...], step: Any) -> None:
         binding = attempt.binding
         use = Use(self._job, binding.round_number, binding.attempt, cohort, attempt.update, step)
         self._memory.keep(binding.run, binding.model, use)
@@ -375,7 +341,7 @@ class SecureSite:
             raise OutOfTurn(f"a message for a site that is '{state}', and this one is '{self._state}'")
 
     @contextmanager
-    def _attempting(self, state: str) -> Iterator[_Attempt]:
+    def _attempting(self, state: str) -> Iterator[SiteAttempt]:
         """Take a message in its turn; one that does not hold ends the attempt, and its secrets are gone."""
         attempt = self._at(state)
         try:
@@ -384,7 +350,7 @@ class SecureSite:
             self.forget_attempt()
             raise
 
-    def _at(self, state: str) -> _Attempt:
+    def _at(self, state: str) -> SiteAttempt:
         self._expect(state)
         if self._attempt is None:
             raise OutOfTurn("there is no attempt at a sum")

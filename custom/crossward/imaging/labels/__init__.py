@@ -1,0 +1,1 @@
+"""Which image has which label, and whose it is."""

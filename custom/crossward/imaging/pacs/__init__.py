@@ -1,0 +1,1 @@
+"""Images from an archive (PACS), over DICOMweb and the DICOM network service."""

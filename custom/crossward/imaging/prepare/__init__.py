@@ -1,0 +1,1 @@
+"""Pictures made once, kept on disk, and read by training."""

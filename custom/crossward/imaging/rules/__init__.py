@@ -1,0 +1,1 @@
+"""A hospital's ``site.yaml``: read, checked, and asked."""

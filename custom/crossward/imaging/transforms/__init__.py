@@ -1,0 +1,1 @@
+"""From frames to pictures that look alike, scanner by scanner."""
