@@ -16,6 +16,7 @@ from crossward.cli import (
     bench_combine,
     bench_efficiency,
     bench_flare,
+    bench_ingest,
     bench_skew,
     bench_table,
     bench_trace,
@@ -329,6 +330,22 @@ def uncertainty_trace(
         typer.echo(json.dumps(facts, indent=2, allow_nan=False))
         return
     show(bench_trace.table(facts), title=f"{method}: uncertainty clean / noised / AUROC", markdown=markdown)
+
+
+@app.command()
+def ingest(
+    site: Annotated[Path, typer.Argument(help="Folder of a hospital with a site.yaml.")],
+    size: Annotated[int, typer.Option(help="Height and width of the pictures.")] = 32,
+    processes: Annotated[int | None, typer.Option(min=1, help="Workers; one per processor if not given.")] = None,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """Rates of inventory, preparation and loading against bare pydicom on one core; also killed half-way.
+
+    Example: crossward bench ingest hospital
+    """
+    rows = bench_ingest.run(site, size=size, processes=processes)
+    show(rows, title=f"DICOM to cached pictures of {size} px", as_json=as_json, markdown=markdown)
 
 
 def _metrics(text: str) -> list[str]:

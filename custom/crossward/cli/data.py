@@ -12,6 +12,7 @@ from rich.console import Console
 
 from crossward.cli.data_check import check
 from crossward.cli.data_deidentify import deidentify_folder
+from crossward.cli.data_look import look
 from crossward.cli.data_prepare import prepare
 from crossward.cli.data_pull import pull
 from crossward.cli.data_receive import receive
@@ -21,7 +22,7 @@ from crossward.imaging.phantom import USUAL_PATIENTS, write_hospitals
 from crossward.imaging.sheet import contact_sheet
 
 app = typer.Typer(help="Make, inspect, prepare, clean and fetch DICOM images.", no_args_is_help=True)
-for command in (scan, check, prepare, pull, receive):
+for command in (scan, look, check, prepare, pull, receive):
     app.command()(command)
 app.command("deidentify")(deidentify_folder)
 
