@@ -48,12 +48,16 @@ Arguments = Callable[[Place], tuple[object, ...]]
 COMMANDS: dict[str, tuple[int, Arguments]] = {
     "scan": (0, lambda at: ("data", "scan", at.images, "--processes", 1, "--page", at.shown / "scan.html")),
     "scan --json": (0, lambda at: ("data", "scan", at.images, "--processes", 1, "--json")),
+    "look": (0, lambda at: ("data", "look", at.images, "--processes", 1, "--sheet", at.shown / "look.png")),
     "check": (0, lambda at: ("data", "check", at.site / "site.yaml", "--processes", 0)),
     "check --json": (0, lambda at: ("data", "check", at.site / "site.yaml", "--processes", 0, "--json")),
     "prepare": (0, lambda at: (
         "data", "prepare", at.site / "site.yaml", "--processes", 0, "--report", at.shown / "domains",
     )),
     "prepare --json": (0, lambda at: ("data", "prepare", at.site / "site.yaml", "--processes", 0, "--json")),
+    "simulate": (0, lambda at: (
+        "simulate", "--method", "fedavg", "--data", at.site, "--rounds", 1, "--lenient", "--out", at.shown / "run",
+    )),
     "deidentify": (5, lambda at: (
         "data", "deidentify", at.images, "--out", at.site / "out", "--secret", at.site / "keys" / "secret",
         "--processes", 1, "--mapping",

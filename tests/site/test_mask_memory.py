@@ -13,8 +13,8 @@ from crossward.federation.errors import PrivacyRefusal, StorageFailure
 from crossward.privacy.secagg.memory import Use
 from crossward.site.mask_memory import DurableMemory
 
-MASKED = Use("job-1", 2, 1, ("a", "b", "c"), "update", "masked")
-OPENED = Use("job-1", 2, 1, ("a", "b", "c"), "update", "opened")
+MASKED = Use("job-1", 2, 1, ("a", "b", "c"), "update", "about", "masked")
+OPENED = Use("job-1", 2, 1, ("a", "b", "c"), "update", "about", "opened")
 
 
 def test_uses_are_there_after_a_restart_and_apart_by_run_and_model(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_use_is_on_disk_when_keep_returns(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from crossward.privacy.secagg.memory import Use\nfrom crossward.site.mask_memory import DurableMemory\n"
-        "use = Use('job-1', 2, 1, ('a', 'b', 'c'), 'update', 'masked')\n"
+        "use = Use('job-1', 2, 1, ('a', 'b', 'c'), 'update', 'about', 'masked')\n"
         "DurableMemory(Path(sys.argv[1])).keep('run', 'model', use)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -23,8 +23,15 @@ from crossward.imaging.workers import work
 
 TILE = 160
 _COLUMNS = 8
-# Terms of the standard are short and in capitals; whatever else stands in their place is not shown.
-_LONGEST_TERM = 16
+# Whatever else stands in the place of a term of the standard may be anything, and is not shown.
+_MODALITIES = (
+    " ANN AR ASMT AU BDUS BI BMD CR CT CTPROTOCOL DG DMS DX ECG EEG EMG EOG EPS ES FID GM HC HD IO IOL IVOCT IVUS KER "
+    "KO LEN LS M3D MG MR NM OAM OCT OP OPM OPT OPTBSV OPTENF OPV OSS OT PA POS PR PT PX REG RESP RF RG RTDOSE RTIMAGE "
+    "RTINTENT RTPLAN RTRAD RTRECORD RTSEGANN RTSTRUCT RWV SEG SM SMR SR SRF STAIN TEXTUREMAP TG US VA XA XAPROTOCOL XC "
+)
+_PHOTOMETRIC = (
+    " MONOCHROME1 MONOCHROME2 PALETTE COLOR RGB YBR_FULL YBR_FULL_422 YBR_PARTIAL_420 YBR_PARTIAL_422 YBR_ICT YBR_RCT "
+)
 _LONGEST_LINE = 32
 
 
@@ -105,7 +112,12 @@ def _look(item: tuple[int, Path]) -> Row:
         header = read_header(path)
     except Refused as refused:
         return Row(number, reason=str(refused))
-    facts = (_term(header.modality), syntax_name(header.transfer_syntax), _term(header.photometric), _size(header))
+    facts = (
+        _known(header.modality, _MODALITIES),
+        syntax_name(header.transfer_syntax),
+        _known(header.photometric, _PHOTOMETRIC),
+        _size(header),
+    )
     try:
         scan = read_scan(path, frames=(header.frames // 2,))
     except Refused as refused:
@@ -122,8 +134,8 @@ def thumbnail(frame: Frame, *, side: int = TILE) -> NDArray[np.uint8]:
     return np.asarray(picture)
 
 
-def _term(text: str) -> str:
-    return text if len(text) <= _LONGEST_TERM and text.replace("_", "").replace(" ", "").isalnum() else ""
+def _known(text: str, terms: str) -> str:
+    return text if f" {text} " in terms else ""
 
 
 def _size(header: Header) -> str:

@@ -18,6 +18,7 @@ from crossward.imaging.refusals import Reason, Refused
 _GREY = frozenset({"MONOCHROME1", "MONOCHROME2"})
 _NATIVE_COLOUR = frozenset({"RGB", "YBR_FULL", "YBR_FULL_422"})
 SAMPLES = dict.fromkeys((*_GREY, "PALETTE COLOR"), 1) | dict.fromkeys((*_NATIVE_COLOUR, "YBR_RCT", "YBR_ICT"), 3)
+_NOT_READ = ("YBR_PARTIAL_420", "YBR_PARTIAL_422", "XYB", "HSV", "ARGB", "CMYK")
 _OVERLAYS = range(0x60000000, 0x60200000, 0x00020000)
 OVERLAY_TAGS = tuple(group | element for group in _OVERLAYS for element in (0x0100, 0x0102))
 _ITEM, _END = 0xFFFEE000, 0xFFFEE0DD
@@ -105,8 +106,9 @@ def read_layout(opened: Opened, limits: Limits) -> Layout:
         raise _layout_refused("it has no frames")
     photometric = elements.text("PhotometricInterpretation")
     if photometric not in SAMPLES:
-        known = photometric if photometric.replace("_", "").isalnum() and len(photometric) <= 16 else "(none)"
-        raise Refused(Reason.PHOTOMETRIC, f"photometric interpretation {known if photometric else '(none)'}")
+        # Whatever else stands there may be anything, and is not repeated.
+        known = photometric if photometric in _NOT_READ else "of no known name" if photometric else "(none)"
+        raise Refused(Reason.PHOTOMETRIC, f"photometric interpretation {known}")
     if samples != SAMPLES[photometric]:
         raise _layout_refused(f"its samples per pixel do not fit {photometric}")
     if samples > 1 and planar not in (0, 1):

@@ -141,7 +141,15 @@ class Receiver:
         end = time.monotonic() + seconds
         while any(open_one.is_established for open_one in self._entity.active_associations) and time.monotonic() < end:
             time.sleep(0.05)
-        self._entity.shutdown()
+        for open_one in self._entity.active_associations:
+            if open_one.is_established:
+                open_one.abort()
+            else:
+                # One that has not said who it is cannot be aborted: pynetdicom's own shutdown stumbles over it.
+                open_one.dul.kill_dul()
+                open_one.kill()
+                if open_one.dul.socket is not None:
+                    open_one.dul.socket.close()
         self._quiet.close()
 
     def __enter__(self) -> Receiver:

@@ -26,7 +26,7 @@ class Blamed(PrivacyRefusal):
         self.site = site
 
 
-@dataclass
+@dataclass(repr=False)
 class SiteAttempt:
     """What a site keeps in memory during an attempt, and forgets with it."""
 
@@ -41,3 +41,6 @@ class SiteAttempt:
     update: str = ""
     sharers: tuple[str, ...] = ()
     survivors: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"SiteAttempt(round {self.binding.round_number}, attempt {self.binding.attempt})"

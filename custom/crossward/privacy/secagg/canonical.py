@@ -7,7 +7,7 @@ written this way is read: two different byte strings are never the same message.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from crossward.federation.errors import PrivacyRefusal
@@ -20,32 +20,38 @@ class Malformed(PrivacyRefusal):
     """Bytes that are no canonical message, or a message without the fields that it must have."""
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any, *, _depth: int = 0) -> bytes:
     """Write None, whole numbers, text, bytes, lists and dictionaries of these with text as keys.
 
     Raises:
         Malformed: it is something else; numbers with a fraction in particular have no place in a signed message.
     """
+    if _depth > _DEEPEST:
+        raise Malformed("a message cannot be nested so deeply")
     for kind, (letter, write) in _WRITERS.items():
         if type(value) is kind:
-            content = write(value)
+            content = write(value, _depth + 1)
             return letter + len(content).to_bytes(_LENGTH) + content
     raise Malformed(f"a message cannot hold a value of the kind {type(value).__name__}")
 
 
-def _write_dictionary(value: Mapping[str, Any]) -> bytes:
+def _write_list(values: Sequence[Any], depth: int) -> bytes:
+    return b"".join(encode(value, _depth=depth) for value in values)
+
+
+def _write_dictionary(value: Mapping[str, Any], depth: int) -> bytes:
     if not all(type(key) is str for key in value):
         raise Malformed("a message's fields have names")
-    return b"".join(encode(key) + encode(value[key]) for key in sorted(value))
+    return _write_list([each for key in sorted(value) for each in (key, value[key])], depth)
 
 
-_WRITERS: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
-    type(None): (b"n", lambda value: b""),
-    int: (b"i", lambda value: str(value).encode()),
-    str: (b"s", lambda value: value.encode()),
-    bytes: (b"b", lambda value: value),
-    list: (b"l", lambda value: b"".join(map(encode, value))),
-    tuple: (b"l", lambda value: b"".join(map(encode, value))),
+_WRITERS: dict[type, tuple[bytes, Callable[[Any, int], bytes]]] = {
+    type(None): (b"n", lambda value, depth: b""),
+    int: (b"i", lambda value, depth: str(value).encode()),
+    str: (b"s", lambda value, depth: value.encode()),
+    bytes: (b"b", lambda value, depth: value),
+    list: (b"l", _write_list),
+    tuple: (b"l", _write_list),
     dict: (b"d", _write_dictionary),
 }
 
@@ -58,7 +64,7 @@ def decode(data: bytes) -> Any:
     """
     try:
         value, rest = _read(data, 0)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+    except (ValueError, IndexError, KeyError, TypeError) as error:
         raise Malformed("the bytes are no message") from error
     # Reading is forgiving in places (a number with a leading zero, unsorted keys); writing is not.
     if rest != len(data) or encode(value) != data:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.binding import Binding
+from crossward.privacy.secagg.canonical import digest
 
 Step = Literal["masked", "opened"]
 
@@ -31,6 +32,7 @@ class Use:
         attempt: its number.
         cohort: whose parts the sum has.
         update: digest of this site's part before masking.
+        about: digest of the plan and the layout that it was masked under.
         step: masked, or this site helped to open the sum.
     """
 
@@ -39,6 +41,7 @@ class Use:
     attempt: int
     cohort: tuple[str, ...]
     update: str
+    about: str
     step: Step
 
 
@@ -75,14 +78,29 @@ def check_new(uses: Sequence[Use], binding: Binding, *, job: str) -> None:
         same_keys = (use.job, use.round_number, use.attempt) == (job, binding.round_number, binding.attempt)
         if same_keys or (use.job == job and use.round_number == binding.round_number and use.attempt > binding.attempt):
             raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was made before")
-        if use.step == "opened" and use.cohort != binding.cohort:
+    check_sum(uses, cohort=binding.cohort, about=about_of(binding))
+
+
+def about_of(binding: Binding) -> str:
+    """What the parts of a sum are multiplied with, and how they are written."""
+    return digest("about", binding.plan, binding.layout).hex()
+
+
+def check_sum(uses: Sequence[Use], *, cohort: tuple[str, ...], about: str) -> None:
+    """Refuse another sum of a model for which one was opened: other sites or other weights are another equation.
+
+    Raises:
+        AlreadyUsed: with the round of the earlier one.
+    """
+    for use in uses:
+        if use.step == "opened" and (use.cohort, use.about) != (cohort, about):
             raise AlreadyUsed(
                 f"the update of round {use.round_number} is in a sum that this site helped to open; it may enter "
-                "another only with the same sites"
+                "another only with the same sites and the same plan"
             )
 
 
 def check_same_update(uses: Sequence[Use], update: str) -> None:
-    """Refuse another update of a model for which a sum was opened: the difference of the sums would show the change."""
-    if any(use.step == "opened" and use.update != update for use in uses):
-        raise AlreadyUsed("another update of the same model is in a sum that this site helped to open")
+    """Refuse another update of a model: the others may have opened the sum with the first one without this site."""
+    if any(use.update != update for use in uses):
+        raise AlreadyUsed("another update of the same model was masked before; only the same one may be masked again")

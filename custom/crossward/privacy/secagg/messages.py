@@ -24,6 +24,13 @@ class Shares:
     def __repr__(self) -> str:
         return "Shares(...)"
 
+    def commitments(self, context: bytes) -> list[bytes]:
+        """Ties the owner to what it gave a holder, and the holder to what it got: who changes a share is known."""
+        return [
+            commitment("self share", context, self.self_share),
+            commitment("wrap share", context, self.wrap_share),
+        ]
+
 
 def commitment(what: str, context: bytes, secret: bytes) -> bytes:
     """Ties a site to a secret of 32 random bytes without telling it."""

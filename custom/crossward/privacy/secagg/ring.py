@@ -20,6 +20,7 @@ Bits = Literal[16, 24, 32]
 _CHUNK = CHUNK_BYTES // WORD
 # float32 holds 24 bits: of a 32-bit ring's largest numbers it rounds the last eight.
 _FLOAT_BITS = 24
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Ring:
     @property
     def levels(self) -> int:
         """The whole number that stands for the end of a range: half the ring, less what rounding may add."""
-        return (1 << (self.bits - 1)) - (self.parties << max(0, self.bits - _FLOAT_BITS))
+        return (1 << (self.bits - 1)) - (self.parties << max(1, self.bits - _FLOAT_BITS))
 
     def encode_into(
         self,
@@ -64,17 +65,21 @@ class Ring:
         """
         if not (0 <= weight <= 1 and 0 < limit < np.inf):
             raise PrivacyRefusal("a weight outside 0 to 1, or a range without an end")
-        factor = np.float32(weight * self.levels / limit)
-        end = np.float32(limit)
+        ratio = weight * self.levels / limit
+        if not (limit > _SMALLEST and ratio < _LARGEST):
+            raise PrivacyRefusal("a range that is too small to be worked with; nothing was sent")
+        # Beside a chance float32 has no room for the larger whole numbers.
+        kind: type[np.floating[Any]] = np.float32 if rounding_key is None else np.float64
+        factor, end = kind(ratio), kind(limit)
         outside = 0
-        scaled = np.empty(min(_CHUNK, max(1, len(values))), dtype=np.float32)
+        scaled: NDArray[Any] = np.empty(min(_CHUNK, max(1, len(values))), dtype=kind)
         chances = None if rounding_key is None else _Chances(rounding_key, len(values), cipher)
         for first in range(0, len(values), _CHUNK):
             piece = values[first : first + _CHUNK]
+            if not np.isfinite(piece).all():
+                raise PrivacyRefusal("a value is not a finite number; nothing was sent")
             own = scaled[: len(piece)]
             np.clip(piece, -end, end, out=own)
-            if not np.isfinite(own).all():
-                raise PrivacyRefusal("a value is not a number; nothing was sent")
             outside += int(np.count_nonzero(own != piece))
             own *= factor
             if chances is None:
@@ -89,6 +94,10 @@ class Ring:
         shift = 32 - self.bits
         signed = (words << np.uint32(shift)).view(np.int32) >> np.int32(shift)
         return signed.astype(np.float64) * (limit / self.levels)
+
+    def narrow(self, words: Words) -> None:
+        """Leave only the bits that travel, in place."""
+        np.bitwise_and(words, np.uint32((1 << self.bits) - 1), out=words)
 
     def pack(self, words: Words) -> NDArray[np.uint8]:
         """The lower bits of every word, as they travel."""
@@ -115,7 +124,6 @@ class _Chances:
     def __init__(self, key: bytes, count: int, cipher: CipherName) -> None:
         self._words = keystream(key, count, cipher=cipher)
 
-    def at(self, first: int, count: int) -> NDArray[np.float32]:
-        # The upper 24 bits are what float32 can hold below 1.
-        upper: NDArray[Any] = self._words[first : first + count] >> np.uint32(8)
-        return upper.astype(np.float32) * np.float32(2.0**-24)
+    def at(self, first: int, count: int) -> NDArray[np.float64]:
+        chances: NDArray[np.float64] = self._words[first : first + count].astype(np.float64) * 2.0**-32
+        return chances

@@ -122,6 +122,8 @@ class Attempt:
 
     def take_shares(self, site: str, message: bytes) -> None:
         """Keep what a site shares, after its signatures were checked."""
+        if self._sharers:
+            raise Malformed(f"{site} shares after the sharing was closed")
         outer = decode(message)
         boxes, wrapped = canonical.field(outer, "boxes", dict), canonical.field(outer, "wrapped", bytes)
         peers = set(self.binding.cohort) - {site}
@@ -129,12 +131,15 @@ class Attempt:
             raise Malformed(f"{site} did not share with exactly the others")
         bodies = {}
         # Sites bind what they were told into a context that the server cannot make: it does not know their group key.
+        if not all(type(box) is bytes for box in boxes.values()):
+            raise Malformed(f"{site}'s boxes are none")
         context = canonical.field(decode(next(iter(boxes.values()))), "context", bytes)
         for peer, box in boxes.items():
             bodies[peer] = self._open(box, SHARE, site, context)
+            _check_commitments(site, bodies[peer])
             if bodies[peer].get("wrapped") != digest("wrapped seeds", wrapped):
                 raise Caught(site, "signed another sealed list than it sent", box)
-        if len({(body.get("self"), body.get("wrap")) for body in bodies.values()}) != 1:
+        if len({(body["self"], body["wrap"], *body["own"]) for body in bodies.values()}) != 1:
             raise Caught(site, "committed to different secrets towards different sites", *boxes.values())
         self._boxes[site], self._commitments[site], self._wrapped[site] = boxes, bodies, wrapped
         self._contexts[site] = context
@@ -204,6 +209,12 @@ class Attempt:
         dropped = set(self._sharers) - set(self._survivors)
         if site not in self._sharers or own.keys() != set(self._survivors) or wrap.keys() != dropped:
             raise Caught(site, "revealed something else than was asked for", message)
+        for place, shares in enumerate((own, wrap)):
+            for owner, share in shares.items():
+                held = self._commitments[owner][site]["shares"] if owner != site else self._own(owner)
+                what = ("self share", "wrap share")[place]
+                if type(share) is not bytes or commitment(what, self._context, share) != held[place]:
+                    raise Caught(site, f"revealed another share than {owner} gave it", message)
         self._reveals[site] = body
 
     def open(self) -> Words:
@@ -221,15 +232,20 @@ class Attempt:
         apply_masks(self.sum, masks, cipher=self._settings.cipher, threads=self._threads)
         return self.sum
 
+    def _own(self, site: str) -> list[bytes]:
+        found: list[bytes] = next(iter(self._commitments[site].values()))["own"]
+        return found
+
     def _secret(self, site: str, which: str) -> bytes:
         shares = {self._members[holder].place: body[which][site] for holder, body in self._reveals.items()}
         committed = next(iter(self._commitments[site].values()))[which]
         try:
             secret = join(shares, threshold=self._threshold)
-        except (BadShares, TypeError) as error:
-            raise Caught(site, "shared something that is no secret, or a holder changed its share") from error
+        except BadShares as error:
+            raise Caught(site, "shared something that is no secret") from error
+        # Holders are tied to their shares, so a secret that does not fit is its owner's doing.
         if commitment(which, self._context, secret) != committed:
-            raise Caught(site, "shared another secret than it committed to, or a holder changed its share")
+            raise Caught(site, "shared another secret than it committed to")
         return secret
 
     def _masks_with(self, dropped: str) -> list[Mask]:
@@ -241,8 +257,11 @@ class Attempt:
         found = []
         for survivor in self._survivors:
             seed = canonical.field(seeds, survivor, bytes)
-            if commitment("pair", self._context, seed) != self._commitments[survivor][dropped]["pair"]:
-                raise Caught(dropped, f"sealed another mask for {survivor} than {survivor} used")
+            used = commitment("pair", self._context, seed)
+            if used != self._commitments[dropped][survivor]["pair"]:
+                raise Caught(dropped, f"sealed another mask for {survivor} than it committed to")
+            if used != self._commitments[survivor][dropped]["pair"]:
+                raise Caught(survivor, f"committed to another mask for {dropped} than {dropped} sealed")
             # The survivor added it where its name comes first, and took it away otherwise.
             found.append(Mask(seed, -1 if survivor < dropped else 1))
         return found
@@ -253,3 +272,11 @@ class Attempt:
         return signed_by(
             message, kind, sender=site, context=context or self._context, verify_key=self._members[site].verify_key
         )
+
+
+def _check_commitments(site: str, body: Mapping[str, Any]) -> None:
+    """Every one of them is a hash, and there is one for each share."""
+    single = [canonical.field(body, name, bytes) for name in ("pair", "self", "wrap", "wrapped")]
+    double = [each for name in ("shares", "own") for each in canonical.field(body, name, list)]
+    if len(double) != 4 or not all(type(each) is bytes and len(each) == 32 for each in (*single, *double)):
+        raise Malformed(f"{site}'s commitments are none")

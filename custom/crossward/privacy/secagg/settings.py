@@ -53,7 +53,8 @@ class Settings:
     @property
     def fewest(self) -> int:
         """The fewest sites that a sum may be over: two honest ones at least beside those that collude."""
-        return 2 if self.allow_pair and self.min_sites == 2 else max(3, self.colluders + 2, self.min_sites)
+        pair = self.allow_pair and self.min_sites == 2 and self.colluders <= 1
+        return 2 if pair else max(3, self.colluders + 2, self.min_sites)
 
     def check_cohort(self, count: int) -> None:
         """Refuse a cohort in which a single site could be told from the sum, or that could never open a secret."""
@@ -73,8 +74,11 @@ class Settings:
         Raises:
             Malformed: it is something else, or of another version of the protocol.
         """
+        usual = cls().message()
+        if {name: type(value) for name, value in message.items()} != {name: type(usual[name]) for name in usual}:
+            raise Malformed("settings of secure aggregation that are none")
         values = dict(message)
-        if values.pop("version", None) != VERSION or values.keys() != asdict(cls()).keys():
+        if values.pop("version") != VERSION:
             raise Malformed("settings of another version of secure aggregation")
         return cls(**{**values, "allow_pair": bool(values["allow_pair"])})
 

@@ -20,8 +20,17 @@ from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
 from crossward.privacy.secagg.keys import JobKeys, PairRoots, derive, fresh, lock, sign, signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks
-from crossward.privacy.secagg.memory import Memory, Use, check_new, check_same_update
+from crossward.privacy.secagg.memory import (
+    AlreadyUsed,
+    Memory,
+    Use,
+    about_of,
+    check_new,
+    check_same_update,
+    check_sum,
+)
 from crossward.privacy.secagg.messages import AGREED, JOINED, REVEAL, SHARE, UPLOAD, commitment, names_of
+from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.roster import Roster, check_roster, hello
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.shamir import SHARE_BYTES, split
@@ -68,6 +77,7 @@ class SecureSite:
         self._pairs: PairRoots | None = None
         self._group = b""
         self._attempt: SiteAttempt | None = None
+        self._begun: set[bytes] = set()
 
     @property
     def state(self) -> str:
@@ -142,6 +152,10 @@ class SecureSite:
             settings=self.settings.digest(),
             group=digest("group", self._group),
         )
+        # Boxes have a key of the context and no nonce: a context seals once.
+        if context in self._begun:
+            raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was begun before")
+        self._begun.add(context)
         peers = [name for name in binding.cohort if name != self.name]
         seeds = {peer: pairs.key(peer, "pair", context=context) for peer in peers}
         self_seed, wrap_key = fresh(), fresh()
@@ -158,6 +172,8 @@ class SecureSite:
             body = {
                 "to": peer,
                 "box": lock(self._share_key(context, self.name, peer), content, about=context),
+                "shares": shares[peer].commitments(context),
+                "own": shares[self.name].commitments(context),
                 "pair": commitment("pair", context, seeds[peer]),
                 "self": commitment("self", context, self_seed),
                 "wrap": commitment("wrap", context, wrap_key),
@@ -197,8 +213,11 @@ class SecureSite:
         for peer, message in inbox.items():
             attempt.held[peer] = self._take_share(attempt, peer, message)
         attempt.held[self.name] = attempt.own_shares
+        if not set(slots) <= set(attempt.binding.cohort):
+            raise Untrusted("a slot for a site that is not of the cohort")
         uses = self._memory.uses(attempt.binding.run, attempt.binding.model)
         check_same_update(uses, update)
+        check_sum(uses, cohort=sharers, about=about_of(attempt.binding))
         attempt.sharers, attempt.update = sharers, update
         # On disk before the first mask is made: a copy of this process must not use these keys again.
         self._note(attempt, sharers, "masked")
@@ -207,6 +226,7 @@ class SecureSite:
         apply_masks(words, masks, cipher=self.settings.cipher, threads=self._threads)
         for owner, where in slots.items():
             self._pad(attempt, owner, words[where])
+        Ring(self.settings.bits, len(sharers)).narrow(words)
         attempt.self_seed, attempt.pair_seeds = b"", {}
         self._state = "uploaded"
         body = {"sharers": messages.set_digest(sharers), "vector": sha256(words.data).digest()}
@@ -225,6 +245,9 @@ class SecureSite:
         survivors = names_of(uploads)
         if not set(survivors) <= set(attempt.sharers):
             raise Untrusted("vectors of sites that shared no secrets are said to be in the sum")
+        if self.name not in survivors:
+            # It would leave no note at this site that its shares opened a sum.
+            raise PrivacyRefusal("this site's vector is left out of the sum, so it does not help to open it")
         if len(survivors) < max(self.settings.fewest, attempt.threshold):
             raise PrivacyRefusal(f"a sum over {len(survivors)} sites is too small to be opened")
         for name, message in uploads.items():
@@ -273,8 +296,10 @@ class SecureSite:
             self._pairs.forget()
 
     def _reveal(self, attempt: SiteAttempt) -> bytes:
-        if self.name in attempt.survivors:
-            self._note(attempt, attempt.survivors, "opened")
+        # Looked up again: another job may have opened another sum since this attempt began.
+        uses = self._memory.uses(attempt.binding.run, attempt.binding.model)
+        check_sum(uses, cohort=attempt.survivors, about=about_of(attempt.binding))
+        self._note(attempt, attempt.survivors, "opened")
         self._state = "opened"
         dropped = [name for name in attempt.sharers if name not in attempt.survivors]
         body = {
@@ -297,9 +322,12 @@ class SecureSite:
             ) from error
         if len(content) != 2 * SHARE_BYTES:
             raise Blamed(peer, "sent shares of a wrong size")
+        shares = messages.Shares(content[:SHARE_BYTES], content[SHARE_BYTES:])
+        if body.get("shares") != shares.commitments(attempt.context):
+            raise Blamed(peer, "committed to other shares than it sent")
         if body.get("pair") != commitment("pair", attempt.context, attempt.pair_seeds[peer]):
             raise Blamed(peer, "committed to another mask for the pair than this site")
-        return messages.Shares(content[:SHARE_BYTES], content[SHARE_BYTES:])
+        return shares
 
     def _pad(self, attempt: SiteAttempt, owner: str, words: Words) -> None:
         """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""
@@ -316,7 +344,8 @@ class SecureSite:
 
     def _note(self, attempt: SiteAttempt, cohort: tuple[str, ...], step: Any) -> None:
         binding = attempt.binding
-        use = Use(self._job, binding.round_number, binding.attempt, cohort, attempt.update, step)
+        about = about_of(binding)
+        use = Use(self._job, binding.round_number, binding.attempt, cohort, attempt.update, about, step)
         self._memory.keep(binding.run, binding.model, use)
 
     def _share_key(self, context: bytes, sender: str, receiver: str) -> bytes:
@@ -346,7 +375,7 @@ class SecureSite:
         attempt = self._at(state)
         try:
             yield attempt
-        except PrivacyRefusal:
+        except BaseException:
             self.forget_attempt()
             raise
 
