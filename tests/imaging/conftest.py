@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import DigitalXRayImageStorageForPresentation, ExplicitVRLittleEndian, generate_uid
+from tests.imaging.orthanc import Orthanc, running
 
 WriteDicom = Callable[..., Path]
 WriteHospital = Callable[..., Path]
@@ -101,3 +102,12 @@ def write_hospital() -> WriteHospital:
 @pytest.fixture(scope="session")
 def write_pack() -> WritePack:
     return _write_pack
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory, films: dict[str, Path]) -> Iterator[Orthanc]:
+    """A real archive with the films of the test file in it."""
+    with running(tmp_path_factory.mktemp("orthanc")) as orthanc:
+        for film in films.values():
+            orthanc.upload(film)
+        yield orthanc

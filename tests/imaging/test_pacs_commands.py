@@ -8,7 +8,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.imaging.orthanc import (
     assert_same_images,
     free_port,
     phantom_studies,
-    running,
     study_uid,
 )
 from typer.testing import CliRunner
@@ -40,14 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return phantom_studies(tmp_path_factory.mktemp("films"), 8)
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory, films: dict[str, Path]) -> Iterator[Orthanc]:
-    with running(tmp_path_factory.mktemp("orthanc")) as orthanc:
-        for film in films.values():
-            orthanc.upload(film)
-        yield orthanc
 
 
 def test_a_pull_over_dicomweb_prints_counts_and_fails_while_something_is_missing(

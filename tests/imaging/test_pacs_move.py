@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -38,14 +38,6 @@ QUICK = Patience(attempts=5, first=0.02, longest=0.1)
 @pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return phantom_studies(tmp_path_factory.mktemp("films"), 20)
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory, films: dict[str, Path]) -> Iterator[Orthanc]:
-    with running(tmp_path_factory.mktemp("orthanc")) as orthanc:
-        for film in films.values():
-            orthanc.upload(film)
-        yield orthanc
 
 
 def move_pull(

@@ -38,14 +38,6 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return phantom_studies(tmp_path_factory.mktemp("films"), 40)
 
 
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory, films: dict[str, Path]) -> Iterator[Orthanc]:
-    with running(tmp_path_factory.mktemp("orthanc")) as orthanc:
-        for film in films.values():
-            orthanc.upload(film)
-        yield orthanc
-
-
 def web_pull(
     url: str,
     out: Path,

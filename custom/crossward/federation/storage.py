@@ -42,7 +42,7 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
                 os.fsync(stream.fileno())
         temporary.replace(path)
         if durable:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except OSError as error:
         _discard(temporary)
         raise StorageFailure(_explain(path, error)) from error
@@ -57,7 +57,8 @@ def _discard(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Put a folder's own list of files on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crossward.federation.errors import PrivacyRefusal, StorageFailure
-from crossward.federation.storage import private_folder
+from crossward.federation.storage import private_folder, sync_folder
 from crossward.privacy.secagg.memory import Use
 
 
@@ -66,7 +66,7 @@ class DurableMemory:
             finally:
                 os.close(descriptor)
             if new:
-                _sync(self._folder)
+                sync_folder(self._folder)
         except OSError as error:
             raise StorageFailure(f"could not write {path} ({error.strerror}); nothing was masked") from error
 
@@ -103,11 +103,3 @@ def _drop_cut_line(descriptor: int) -> None:
 def _write_whole(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
