@@ -119,6 +119,7 @@ class Attempt:
         self.sum = np.zeros(words, dtype=np.uint32)
         self._sharers: tuple[str, ...] = ()
         self._survivors: tuple[str, ...] = ()
+        self._opened = False
 
     def take_shares(self, site: str, message: bytes) -> None:
         """Keep what a site shares, after its signatures were checked."""
@@ -224,11 +225,14 @@ class Attempt:
             TooFew: sites revealed.
             Caught: what was revealed is not what a site committed to.
         """
+        if self._opened:
+            raise Malformed("the sum is open already")
         if len(self._reveals) < self._threshold:
             raise TooFew(f"{len(self._reveals)} of the {self._threshold} sites that it takes revealed their shares")
         masks = [Mask(self._secret(site, "self"), -1) for site in self._survivors]
         for site in set(self._sharers) - set(self._survivors):
             masks += self._masks_with(site)
+        self._opened = True
         apply_masks(self.sum, masks, cipher=self._settings.cipher, threads=self._threads)
         return self.sum
 

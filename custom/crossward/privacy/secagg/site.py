@@ -278,7 +278,10 @@ class SecureSite:
     def remove_pads(self, words: Words) -> None:
         """Make this site's own slot of the opened sum readable, in place."""
         attempt = self._at("opened")
+        if not attempt.pads:
+            raise OutOfTurn("the sum has no slot for this site, or its pads are off already")
         pads = [Mask(attempt.pads[peer], -1) for peer in attempt.survivors if peer != self.name]
+        attempt.pads = {}
         apply_masks(words, pads, cipher=self.settings.cipher, threads=self._threads)
 
     def forget_attempt(self) -> None:

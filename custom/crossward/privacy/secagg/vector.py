@@ -23,10 +23,12 @@ from crossward.privacy.secagg.canonical import digest
 from crossward.privacy.secagg.masks import CipherName, Words
 from crossward.privacy.secagg.ring import Bits, Ring
 
-# An exact number is three words of 20 bits each: sums of up to 4096 of them do not reach the end of a word.
-_LIMBS, _LIMB_BITS = 3, 20
+# An exact number is written in so many bits of every word that sums of 256 of them do not reach the word's end.
+_LIMB_BITS: dict[Bits, int] = {16: 8, 24: 15, 32: 20}
+_NUMBER_BITS = 60
 _FRACTION_BITS = 24
-_LARGEST = 2.0 ** (_LIMBS * _LIMB_BITS - _FRACTION_BITS - 1)
+_LARGEST = 2.0 ** (_NUMBER_BITS - _FRACTION_BITS - 1)
+_MOST_PARTIES = 256
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class VectorLayout:
     def __init__(
         self, template: Contribution, tallies: Mapping[str, tuple[int, ...]], *, parties: int, bits: Bits = 32
     ) -> None:
+        if not 0 < parties <= _MOST_PARTIES:
+            raise PrivacyRefusal(f"a sum over {parties} sites, and {_MOST_PARTIES} is the most")
         self.ring = Ring(bits, parties)
+        self._limb_bits = _LIMB_BITS[bits]
+        self._limbs = -(-_NUMBER_BITS // self._limb_bits)
         self.sections: list[Section] = []
         self.slots: dict[str, slice] = {}
         self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -75,7 +81,7 @@ class VectorLayout:
         self._numbers |= {("outside", name): () for name in sorted({section.name for section in self.sections})}
         self._exact_start = end
         self._exact = sum(prod(shape) for shape in self._numbers.values())
-        self.words = end + _LIMBS * self._exact
+        self.words = end + self._limbs * self._exact
 
     def digest(self, limits: Mapping[str, float]) -> str:
         """Of the layout and the limits, so that no site masks for another one."""
@@ -126,7 +132,7 @@ class VectorLayout:
             )
             numbers["coefficient", section.slot, section.name] = np.asarray(share.coefficient, dtype=np.float64)
         numbers |= {("outside", name): np.array(float(count)) for name, count in outside.items()}
-        words[self._exact_start :] = _exactly(self._flat(numbers))
+        words[self._exact_start :] = self._exactly(self._flat(numbers))
         return words
 
     def _flat(self, numbers: Mapping[tuple[str, ...], Vector]) -> Vector:
@@ -138,7 +144,7 @@ class VectorLayout:
 
     def numbers(self, words: Words) -> dict[tuple[str, ...], Vector]:
         """The exact sums of an opened vector: coefficients, tallies, and how many values were cut off."""
-        flat = _summed(words[self._exact_start :])
+        flat = self._summed(words[self._exact_start :])
         found, start = {}, 0
         for key, shape in self._numbers.items():
             found[key] = flat[start : start + prod(shape)].reshape(shape)
@@ -165,6 +171,25 @@ class VectorLayout:
         value = torch.from_numpy(values.reshape(section.shape))
         return Summed(value, coefficient if coefficient.ndim else float(coefficient))
 
+    def _exactly(self, values: Vector) -> Words:
+        """Numbers as whole multiples of 2^-24, in limbs of a word each, lowest first."""
+        if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) >= _LARGEST:
+            raise PrivacyRefusal("a number is not finite or too large to be summed; nothing was sent")
+        whole = np.rint(values * 2.0**_FRACTION_BITS).astype(np.int64)
+        shifts = np.arange(self._limbs, dtype=np.int64) * self._limb_bits
+        limbs = (whole[:, None] >> shifts) & ((1 << self._limb_bits) - 1)
+        return limbs.astype(np.uint32).reshape(-1)
+
+    def _summed(self, words: Words) -> Vector:
+        """Sums modulo 2^60 of such numbers, with their sign."""
+        kept = words.reshape(-1, self._limbs).astype(np.uint64) & np.uint64((1 << self.ring.bits) - 1)
+        shifts = np.arange(self._limbs, dtype=np.uint64) * np.uint64(self._limb_bits)
+        whole = (kept << shifts).sum(axis=1, dtype=np.uint64)
+        spare = np.uint64(64 - _NUMBER_BITS)
+        signed = (whole << spare).view(np.int64) >> np.int64(spare)
+        values: Vector = signed.astype(np.float64) * 2.0**-_FRACTION_BITS
+        return values
+
 
 def _product(coefficient: float | Vector, value: torch.Tensor) -> NDArray[np.float32]:
     if isinstance(coefficient, np.ndarray):
@@ -172,22 +197,3 @@ def _product(coefficient: float | Vector, value: torch.Tensor) -> NDArray[np.flo
         return found
     product: NDArray[np.float32] = np.multiply(value.numpy(), np.float32(coefficient), dtype=np.float32)
     return product
-
-
-def _exactly(values: Vector) -> Words:
-    """Numbers as whole multiples of 2^-24, three words each, lowest first."""
-    if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) >= _LARGEST:
-        raise PrivacyRefusal("a number is not finite or too large to be summed; nothing was sent")
-    whole = np.rint(values * 2.0**_FRACTION_BITS).astype(np.int64)
-    shifts = np.arange(_LIMBS, dtype=np.int64) * _LIMB_BITS
-    limbs = (whole[:, None] >> shifts) & ((1 << _LIMB_BITS) - 1)
-    return limbs.astype(np.uint32).reshape(-1)
-
-
-def _summed(words: Words) -> Vector:
-    shifts = np.arange(_LIMBS, dtype=np.uint64) * np.uint64(_LIMB_BITS)
-    whole = (words.reshape(-1, _LIMBS).astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64)
-    spare = np.uint64(64 - _LIMBS * _LIMB_BITS)
-    signed = (whole << spare).view(np.int64) >> np.int64(spare)
-    values: Vector = signed.astype(np.float64) * 2.0**-_FRACTION_BITS
-    return values
