@@ -238,9 +238,10 @@ class Run:
             }
             self._spoil(job, inbox, boxes)
             about = site.watched_begun.about
-            update = self._update(name, about.model)
+            spoil = self._spoiler()
+            update = f"{self._update(name, about.model)} {spoil}"
             coefficient = _coefficient(about.plan, name)
-            words = self._ask("encode", _words, name, about.model, update, coefficient, spoil=self._spoiler())
+            words = self._ask("encode", _words, name, about.model, update, coefficient, spoil=spoil)
             if words is None:
                 continue
             answer = self._ask(
