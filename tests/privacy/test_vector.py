@@ -57,6 +57,16 @@ def test_values_beyond_a_limit_are_held_there_and_counted() -> None:
     assert layout.numbers(words)["outside", "w"] == 6
 
 
+def test_sections_are_rounded_by_chances_of_their_own() -> None:
+    half = Share(1.0, torch.full((400,), 0.5))
+    layout = VectorLayout({ALL: {"v": half, "w": half}}, {}, parties=1, bits=16)
+    limits = dict.fromkeys("vw", float(layout.ring.levels))
+    words = layout.encode({ALL: {"v": half, "w": half}}, {}, limits, rounding_key=bytes(32))
+    first, second = (words[section.where] for section in layout.sections)
+    assert set(first.tolist()) == set(second.tolist()) == {0, 1}
+    assert (first != second).any()
+
+
 def test_every_site_must_have_the_same_limits_and_layout() -> None:
     share = {ALL: {"w": Share(1.0, torch.zeros(3))}}
     layout = VectorLayout(share, {"n": (1,)}, parties=3)

@@ -20,6 +20,7 @@ from crossward.federation.contract import ALL, Contribution, Summed, Tally, Vect
 from crossward.federation.errors import PrivacyRefusal
 from crossward.federation.rules import per_row
 from crossward.privacy.secagg.canonical import digest
+from crossward.privacy.secagg.keys import derive
 from crossward.privacy.secagg.masks import CipherName, Words
 from crossward.privacy.secagg.ring import Bits, Ring
 
@@ -108,7 +109,7 @@ class VectorLayout:
             contribution: of this site.
             tally: of this site; what it lacks counts as zero.
             limits: of every tensor, the largest product that is not cut off.
-            rounding_key: see ``Ring.encode_into``.
+            rounding_key: see ``Ring.encode_into``; every section gets one of its own from it.
             cipher: likewise.
 
         Raises:
@@ -127,7 +128,7 @@ class VectorLayout:
                 product.reshape(-1),
                 weight=1 / self.ring.parties,
                 limit=limits[section.name],
-                rounding_key=rounding_key,
+                rounding_key=rounding_key and derive(rounding_key, "rounding", parts=[section.slot, section.name]),
                 cipher=cipher,
             )
             numbers["coefficient", section.slot, section.name] = np.asarray(share.coefficient, dtype=np.float64)
