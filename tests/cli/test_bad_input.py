@@ -99,7 +99,11 @@ def test_fewer_samples_than_a_batch(simulate, phantoms: Path) -> None:
 def test_a_file_that_is_not_dicom(simulate, own_phantoms: Path) -> None:
     victim = next((own_phantoms / "hospital-a" / "images").iterdir())
     victim.write_bytes(b"this is a text")
-    assert victim.name in one_line(simulate(own_phantoms))
+    listed = (own_phantoms / "hospital-a" / "labels.csv").read_text().splitlines()
+    number = next(number for number, line in enumerate(listed, start=1) if victim.name in line)
+    line = one_line(simulate(own_phantoms))
+    assert f"hospital-a: labels.csv line {number}: not a DICOM file" in line
+    assert victim.name not in line
 
 
 def test_a_loss_that_becomes_nan_names_site_and_round(simulate, phantoms: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def _listing(site: str, hospital: Path, *, seed: int, leave_out: str) -> Listing
     for line, row in rows:
         file = _find(site, hospital, row["file"], line)
         if file in files:
-            raise BadInput(f"{site}: {LABELS} line {line} names {file.name} a second time; keep one line per file")
+            raise BadInput(f"{site}: {LABELS} line {line} names a file a second time; keep one line per file")
         files[file] = row["file"]
     labels = tuple(row["label"] for _, row in rows)
     patients = tuple(row["patient"] for _, row in rows)
@@ -94,7 +94,7 @@ def _listing(site: str, hospital: Path, *, seed: int, leave_out: str) -> Listing
         patients=patients,
         ids=tuple(files.values()),
         parts=split_patients(patients, [classes.index(label) for label in labels], seed=seed),
-        read=partial(_read_pictures, site, tuple(files)),
+        read=partial(_read_pictures, site, tuple(files), tuple(line for line, _ in rows)),
     )
 
 
@@ -136,13 +136,17 @@ def _find(site: str, hospital: Path, name: str, line: int) -> Path:
     for folder in (hospital, hospital / "images"):
         if (folder / relative).is_file():
             return folder / relative
-    raise BadInput(
-        f"{site}: {LABELS} line {line} names {relative.name}, which is not there; add the file or delete the line"
-    )
+    raise BadInput(f"{site}: {LABELS} line {line} names a file that is not there; add the file or delete the line")
 
 
 def _read_pictures(
-    site: str, files: tuple[Path, ...], rows: NDArray[np.intp], *, size: int, progress: Progress | None
+    site: str,
+    files: tuple[Path, ...],
+    lines: tuple[int, ...],
+    rows: NDArray[np.intp],
+    *,
+    size: int,
+    progress: Progress | None,
 ) -> tuple[torch.Tensor, str]:
     fit = fit_square(size)
 
@@ -151,7 +155,9 @@ def _read_pictures(
             film = read_image(files[row])
             check_shape(files[row], film, size)
         except BadInput as error:
-            raise BadInput(f"{site}: {error}") from None
+            # The line says which file it is; the file's name may say whose, and errors end in logs.
+            reason = str(error).removeprefix(f"{files[row].name}: ")
+            raise BadInput(f"{site}: {LABELS} line {lines[row]}: {reason}") from None
         return fit(film), film.scanner
 
     pictures: list[torch.Tensor] = []

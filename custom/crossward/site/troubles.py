@@ -67,7 +67,7 @@ _WORDS: dict[Code, _Words] = {
         "At the site: set data_root in local/privacy.json (or CROSSWARD_DATA) to the folder with labels.csv",
     ),
     Code.UNREADABLE_DATA: _Words(
-        "the site's images or its labels.csv cannot be read", f"{_SITE_LOG}, with the file's name"
+        "the site's images or its labels.csv cannot be read", f"{_SITE_LOG}, with the line of labels.csv"
     ),
     Code.LABELS: _Words(
         "{unknown:.0f} of the site's {images:.0f} images have a label that is not one of the job's classes",
