@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from pydicom import dcmwrite
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.sequence import Sequence
 from pydicom.uid import CTImageStorage, ExplicitVRBigEndian, ExplicitVRLittleEndian, generate_uid
+
+from crossward.imaging.dicom.files import read_scan
+from crossward.imaging.dicom.scans import Frame
+from crossward.imaging.refusals import Reason, Refused
 
 
 def write_scan(
@@ -82,3 +87,14 @@ def elements(**tags: Any) -> Dataset:
 
 def lookup_table(descriptor: list[int], data: bytes) -> Sequence:
     return item(LUTDescriptor=descriptor, LUTData=data)
+
+
+def frame_of(path: Path, number: int = 0) -> Frame:
+    return read_scan(path, frames=(number,)).frames[0]
+
+
+def reason_of(path: Path) -> Reason:
+    with pytest.raises(Refused) as refusal:
+        read_scan(path)
+    assert "PLANTED" not in str(refusal.value)
+    return refusal.value.reason

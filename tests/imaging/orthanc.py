@@ -8,8 +8,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,20 @@ def running(folder: Path, **settings: Any) -> Iterator[Orthanc]:
         yield archive
     finally:
         archive.kill()
+
+
+def killing(archive: Orthanc, after: int, *, restart: bool) -> Callable[[str, int, int], None]:
+    """A progress that kills the archive after so many files, and starts it again where asked to."""
+    state = {"killed": False}
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "files" and done >= after and not state["killed"]:
+            state["killed"] = True
+            archive.kill()
+            if restart:
+                threading.Timer(0.3, archive.start).start()
+
+    return progress
 
 
 def phantom_studies(folder: Path, count: int) -> dict[str, Path]:

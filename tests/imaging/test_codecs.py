@@ -17,11 +17,9 @@ from PIL import Image
 from pydicom import uid
 from pydicom.encaps import encapsulate, fragment_frame
 from pydicom.pixels.encoders import RLELosslessEncoder
-from tests.imaging.dicom_files import write_scan
+from tests.imaging.dicom_files import frame_of, reason_of, write_scan
 
-from crossward.imaging.dicom.files import read_scan
-from crossward.imaging.dicom.scans import Frame
-from crossward.imaging.refusals import Reason, Refused
+from crossward.imaging.refusals import Reason
 
 # Smooth, so that lossy streams come close to it; each channel its own.
 COLOUR = np.stack(np.meshgrid(np.arange(48) * 4 + 60, np.arange(40) * 5 + 40), axis=-1).astype(np.uint8)
@@ -31,17 +29,6 @@ COLOUR = np.concatenate([COLOUR, 255 - COLOUR[..., :1]], axis=-1)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "scan.dcm"
-
-
-def frame_of(path: Path, number: int = 0) -> Frame:
-    return read_scan(path, frames=(number,)).frames[0]
-
-
-def reason_of(path: Path) -> Reason:
-    with pytest.raises(Refused) as refusal:
-        read_scan(path)
-    assert "PLANTED" not in str(refusal.value)
-    return refusal.value.reason
 
 
 def saved(pixels: np.ndarray, **options: Any) -> bytes:

@@ -4,7 +4,6 @@ import logging
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from datetime import date
@@ -18,6 +17,7 @@ from tests.imaging.orthanc import (
     Orthanc,
     assert_same_images,
     free_port,
+    killing,
     phantom_studies,
     running,
     study_uid,
@@ -75,19 +75,6 @@ def test_every_file_comes_once_and_not_again(archive: Orthanc, films: dict[str, 
     assert len(lost) == 4
     assert (second.files, second.present, second.complete) == (4, 16, True)
     assert (received.files, received.same) == (4, 0)
-
-
-def killing(archive: Orthanc, after: int, *, restart: bool) -> Callable[[str, int, int], None]:
-    state = {"killed": False}
-
-    def progress(what: str, done: int, total: int) -> None:
-        if what == "files" and done >= after and not state["killed"]:
-            state["killed"] = True
-            archive.kill()
-            if restart:
-                threading.Timer(0.3, archive.start).start()
-
-    return progress
 
 
 def test_an_archive_that_is_killed_and_comes_back_costs_only_retries(

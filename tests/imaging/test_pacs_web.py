@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from pydicom import dcmread
-from tests.imaging.orthanc import LOGIN, Orthanc, assert_same_images, phantom_studies, running, study_uid
+from tests.imaging.orthanc import LOGIN, Orthanc, assert_same_images, killing, phantom_studies, running, study_uid
 
 from crossward.federation.errors import BadInput, RunFailure, StorageFailure
 from crossward.imaging.pacs.access import Access, read_access
@@ -109,19 +109,6 @@ def test_listed_studies_that_are_not_there_are_told_by_their_line(archive: Ortha
     # Orthanc compares accession numbers without regard to case; the answer is not the one that was asked for.
     assert pulled.not_found == {"accessions": [3], "studies": [7]}
     assert (pulled.files, pulled.unasked, pulled.complete) == (10, 1, False)
-
-
-def killing(archive: Orthanc, after: int, *, restart: bool) -> Callable[[str, int, int], None]:
-    state = {"killed": False}
-
-    def progress(what: str, done: int, total: int) -> None:
-        if what == "files" and done >= after and not state["killed"]:
-            state["killed"] = True
-            archive.kill()
-            if restart:
-                threading.Timer(0.3, archive.start).start()
-
-    return progress
 
 
 def test_an_archive_that_is_killed_and_comes_back_costs_only_retries(

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from pydicom import dcmread, uid
-from tests.imaging.dicom_files import elements, item, lookup_table, write_scan
+from tests.imaging.dicom_files import elements, frame_of, item, lookup_table, reason_of, write_scan
 
 from crossward.imaging.dicom.files import read_scan
-from crossward.imaging.dicom.scans import Frame
 from crossward.imaging.refusals import Reason, Refused
 
 NATIVE = [
@@ -31,17 +30,6 @@ COLOUR = np.random.default_rng(0).integers(0, 256, (6, 8, 3)).astype(np.uint8)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "scan.dcm"
-
-
-def frame_of(path: Path, number: int = 0) -> Frame:
-    return read_scan(path, frames=(number,)).frames[0]
-
-
-def reason_of(path: Path) -> Reason:
-    with pytest.raises(Refused) as refusal:
-        read_scan(path)
-    assert "PLANTED" not in str(refusal.value)
-    return refusal.value.reason
 
 
 def test_rescale(file: Path) -> None:
