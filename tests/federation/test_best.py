@@ -8,8 +8,8 @@ import torch
 from tests.standins import Shapes, mean_algebra, random_report, random_start
 
 from crossward.federation.algebra import Algebra
-from crossward.federation.contract import Payload
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.contract import VALIDATION_CORRECT, VALIDATION_COUNT, Payload
+from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import StorageFailure
 from crossward.federation.storage import read_tensors
 

@@ -9,8 +9,8 @@ import torch
 from tests.standins import Shapes, assert_identical, mean_algebra, random_report, random_start, run_round
 
 from crossward.federation.algebra import Algebra
-from crossward.federation.contract import Plan, State
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.contract import VALIDATION_CORRECT, VALIDATION_COUNT, Plan, State
+from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import StorageFailure
 from crossward.federation.storage import read_tensors, write_tensors
 

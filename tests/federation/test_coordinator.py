@@ -16,8 +16,8 @@ from tests.standins import Shapes, assert_identical, mean_algebra, random_report
 
 from crossward.federation import coordinator as module
 from crossward.federation.algebra import Algebra
-from crossward.federation.contract import Contribution, Plan, Report, State
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.contract import VALIDATION_CORRECT, VALIDATION_COUNT, Contribution, Plan, Report, State
+from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, CrosswardError, RunFailure, StorageFailure
 
 pytestmark = pytest.mark.usefixtures("without_fsync")

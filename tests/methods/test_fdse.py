@@ -947,11 +947,22 @@ def flat(update: Mapping[str, Tensor], names: Sequence[str]) -> Array:
     return np.concatenate([update[name].double().numpy().ravel() for name in names])
 
 
-def blocks_of(names: Sequence[str], layers: str) -> list[list[str]]:
+def blocks_of(names: Sequence[str], layers: str, sizes: Mapping[str, Tensor] | None = None) -> list[list[str]]:
     blocks: dict[str, list[str]] = {}
     for name in names:
         blocks.setdefault(name if layers == "tensor" else split_name(name)[0], []).append(name)
-    return list(blocks.values())
+    if layers != "merged":
+        return list(blocks.values())
+    assert sizes is not None
+    merged: list[list[str]] = [[]]
+    for names_of_layer in blocks.values():
+        if sum(sizes[name].numel() for name in merged[-1]) > 8 * 512:
+            merged.append([])
+        merged[-1] += names_of_layer
+    if sum(sizes[name].numel() for name in merged[-1]) <= 8 * 512 and len(merged) > 1:
+        small = merged.pop()
+        merged[-1] += small
+    return merged
 
 
 def by_hand(method: FDSE, model: Model, before: State, reports: Sequence[Report]) -> dict[tuple[str, str], Array]:
@@ -960,7 +971,7 @@ def by_hand(method: FDSE, model: Model, before: State, reports: Sequence[Report]
     counts = np.array([report.tally[SAMPLES].item() for report in reports])
     after = slots_of(before)
 
-    for names in blocks_of(names_of(model, Scope.SHARED), method.layers):
+    for names in blocks_of(names_of(model, Scope.SHARED), method.layers, updates[0]):
         vectors = np.stack([flat(update, names) for update in updates])
         if method.shared == "samples":
             step = np.average(vectors, axis=0, weights=counts)
@@ -977,7 +988,7 @@ def by_hand(method: FDSE, model: Model, before: State, reports: Sequence[Report]
     for name in names_of(model, Scope.BUFFER):
         after[ALL, name] = after[ALL, name] + sum(update[name].double().numpy() for update in updates) / len(updates)
 
-    for names in blocks_of(names_of(model, Scope.PERSONAL), method.layers):
+    for names in blocks_of(names_of(model, Scope.PERSONAL), method.layers, updates[0]):
         rows = unit(np.stack([flat(update, names) for update in updates]))
         cosines = [[one @ other for other in rows] for one in rows]
         for report, row in zip(reports, cosines, strict=True):
@@ -1027,7 +1038,7 @@ class Server:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-@pytest.mark.parametrize("layers", ["tensor", "layer"])
+@pytest.mark.parametrize("layers", ["tensor", "layer", "merged"])
 @pytest.mark.parametrize(
     "options", [{}, {"shared": "samples", "tau": 0.1}, {"ghost": True, "tau": 2.0}], ids=["paper", "samples", "ghost"]
 )
@@ -1186,7 +1197,7 @@ def test_skew_erasers_that_stay_are_never_reported(tmp_path: Path) -> None:
     assert server.algebra.needs == "gram"
 
 
-@pytest.mark.parametrize("layers", ["tensor", "layer"])
+@pytest.mark.parametrize("layers", ["tensor", "layer", "merged"])
 @pytest.mark.parametrize(
     ("block", "head"), [(None, None), ("f2dc-shared", None), (None, "evidential"), ("f2dc", "evidential")]
 )
@@ -1210,6 +1221,95 @@ def test_every_tensor_that_is_combined_is_in_one_block(
     assert all(np.isfinite(value).all() for value in slots_of(after).values())
 
 
+# Under masks
+
+
+def test_under_masks_blocks_are_merged_until_a_sketch_hides_them(tmp_path: Path) -> None:
+    server = Server(tmp_path, 4, layers="merged")
+    sizes = server.state.tensors
+    for scope in (Scope.SHARED, Scope.PERSONAL):
+        expected = blocks_of(server.names(scope), "merged", sizes)
+        blocks = [list(names) for key, names in server.algebra.blocks().items() if key.startswith(f"{scope}/")]
+        assert blocks == expected
+        # The small model has too few skew erasers for a block by the rule, and one it is.
+        assert len(blocks) == (1 if scope is Scope.PERSONAL else 2)
+    for names in blocks_of(server.names(Scope.SHARED), "merged", sizes):
+        assert sum(sizes[name].numel() for name in names) > 4096
+
+
+def test_under_masks_every_step_is_made_by_three_sites_or_more_or_not_at_all(tmp_path: Path) -> None:
+    method = FDSE().under_masks(3)
+    server = Server(tmp_path, 4, **asdict(method))
+    blocks = blocks_of(server.names(Scope.SHARED), "merged", server.state.tensors)
+    before, reports = server.state, server.reports()
+    two, three = blocks[0], blocks[1]
+    reports[3] = server.without(reports[3], [*two, *three])
+    reports[2] = server.without(reports[2], two)
+    after = run_round(server.coordinator, reports)
+    assert after.plan is not None
+    planned = after.plan.values["shared"]
+    assert planned["weights"][0].tolist() == [0, 0, 0, 0]
+    assert planned["weights"][1, 3] == 0
+    assert planned["weights"][1, :3].min() >= 0.1 - 1e-9
+    assert planned["weights"].max() <= 0.45
+    for name in two:
+        assert torch.equal(after.tensors[name], before.tensors[name])
+    for row, names in enumerate(blocks):
+        vectors = np.stack([flat(report.update, names) for report in reports])
+        free = np.zeros(4)
+        moved = np.flatnonzero(vectors.any(axis=1))
+        free[moved] = consensus_weights(unit(vectors[moved]) @ unit(vectors[moved]).T)
+        assert planned["capped"][row] == pytest.approx((free - planned["weights"][row]).clip(min=0).sum(), abs=1e-9)
+        step = np.linalg.norm(vectors[moved], axis=1).mean() * planned["weights"][row] @ unit(vectors)
+        got = flat(after.tensors, names) - flat(before.tensors, names)
+        np.testing.assert_allclose(got, step, rtol=0, atol=1e-5)
+    assert planned["capped"][0] == pytest.approx(1), "all of the weight was taken away"
+
+
+def test_under_masks_a_mixture_is_that_of_the_plan_and_of_three_others(tmp_path: Path) -> None:
+    server = Server(tmp_path, 5, **asdict(FDSE(tau=0.05).under_masks(5)))
+    reports = server.reports()
+    for report, other in zip(reports[1:], reports, strict=False):
+        for name in server.names(Scope.PERSONAL):
+            # Everybody is most like the one before.
+            report.update[name].mul_(0.2).add_(other.update[name])
+    after = run_round(server.coordinator, [server.without(report, ()) for report in reports])
+    assert after.plan is not None
+    planned = after.plan.values["personal"]
+    (mixed,) = planned["attention"]
+    (names,) = blocks_of(server.names(Scope.PERSONAL), "merged", server.state.tensors)
+    vectors = np.stack([flat(report.update, names) for report in reports])
+    for me, site in enumerate(server.sites):
+        np.testing.assert_allclose(flat(after.personal[site], names), mixed[me] @ vectors, rtol=0, atol=1e-5)
+        others = np.delete(mixed[me], me)
+        # Five must be in a sum, one of them may go unheard: of the rest, one is the site itself.
+        assert others.max() <= others.sum() / 3 + 1e-12
+    free = attention(vectors, 0.05)
+    assert planned["capped"][0] == pytest.approx(np.abs(free - mixed).sum() / 2 / 5, abs=1e-9)
+    assert planned["capped"][0] > 0.01, "somebody did stand out"
+
+
+@pytest.mark.parametrize(("fewest", "cap", "others"), [(2, 0.45, 2), (3, 0.45, 2), (4, 0.45, 2), (5, 0.3, 3)])
+def test_the_cap_follows_from_the_fewest_sites_of_a_sum(fewest: int, cap: float, others: int) -> None:
+    masked = FDSE(tau=0.3, ghost=True).under_masks(fewest)
+    assert masked == FDSE(tau=0.3, ghost=True, layers="merged", cap=cap)
+    assert masked.cap is not None
+    assert int(1 / masked.cap) == others
+    assert masked.under_masks(fewest) == masked
+    assert FDSE(cap=0.2).under_masks(fewest).cap == 0.2
+    assert FDSE(cap=0.9).under_masks(fewest).cap == cap
+    assert FDSE.fewest_masked == 4
+
+
+@pytest.mark.parametrize("fewest", range(3, 60))
+def test_all_sites_but_one_are_heard_and_so_many_can_be(fewest: int) -> None:
+    cap = FDSE().under_masks(fewest).cap
+    assert cap is not None
+    heard = max(fewest, 4) - 1
+    assert (heard - 1) * cap < 1, "fewer sites could make up the whole"
+    assert consensus_weights(np.eye(heard), cap) == pytest.approx([1 / heard] * heard)
+
+
 # Options
 
 
@@ -1217,6 +1317,7 @@ def test_defaults_are_the_papers() -> None:
     method = FDSE()
     assert (method.beta, method.tau, method.factor, method.clip) == (0.001, 0.5, 2, 10.0)
     assert (method.shared, method.personal, method.layers, method.ghost) == ("consensus", "attention", "tensor", False)
+    assert method.cap is None
     # The paper tunes it: 0.05 on Office, 0.5 on PACS.
     assert 0.05 <= method.consistency <= 0.5
 
@@ -1246,6 +1347,11 @@ def test_defaults_are_the_papers() -> None:
         ("personal", "shared"),
         ("layers", "module"),
         ("layers", 1),
+        ("cap", 0),
+        ("cap", -0.5),
+        ("cap", 1.01),
+        ("cap", math.nan),
+        ("cap", "0.5"),
         ("ghost", "no"),
         ("ghost", 1),
     ],
@@ -1262,7 +1368,15 @@ def test_an_option_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def test_options_survive_the_way_through_text() -> None:
     method = FDSE(
-        consistency=0.5, beta=-0.2, tau=0.3, factor=4, shared="samples", personal="local", layers="layer", ghost=True
+        consistency=0.5,
+        beta=-0.2,
+        tau=0.3,
+        factor=4,
+        shared="samples",
+        personal="local",
+        layers="layer",
+        cap=0.4,
+        ghost=True,
     )
     assert create("fdse", **json.loads(json.dumps(asdict(method)))) == method
     assert create("fdse") == FDSE()

@@ -777,7 +777,20 @@ def test_the_encoder_is_the_mean_by_sample_counts_without_the_papers_one_over_n(
         np.testing.assert_allclose(state.tensors[name].numpy(), expected, rtol=0, atol=bound, err_msg=name)
 
 
-@pytest.mark.parametrize("options", [{}, {"clusters": "site", "holders": 2, "share_head": True}])
+@pytest.mark.parametrize("clusters", ["finch", "site"])
+def test_style_groups_of_too_few_members_join_the_nearest(clusters: Any, tmp_path: Path) -> None:
+    angles = {"a": 0.0, "b": 5.0, "c": 90.0, "d": 95.0, "e": 93.0, "f": 20.0, "g": 24.0}
+    styles = {site: wide(*row) for site, row in zip(angles, at_degrees(*angles.values()).tolist(), strict=True)}
+    server = Server.of(FedCode(clusters=clusters, members=3), tmp_path, "abcdefg")
+    state = server.styles(styles)
+    # FINCH has the pairs (a, b) and (f, g) beside the three: they join. One by one it comes to the same.
+    assert [group_of(state.plan, site) for site in "abcdefg"] == [0, 0, 1, 1, 1, 0, 0]
+    near = torch.stack([styles[site] for site in "abfg"]).mean(dim=0)
+    far = torch.stack([styles[site] for site in "cde"]).mean(dim=0)
+    torch.testing.assert_close(state.tensors["style"], torch.cat([near, far]))
+
+
+@pytest.mark.parametrize("options", [{}, {"clusters": "site", "holders": 2, "share_head": True}, {"members": 3}])
 def test_a_server_that_sees_only_sums_and_cosines_gets_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     sites = "abcdef"
     server = Server.of(FedCode(**options), tmp_path, sites)
@@ -1312,7 +1325,7 @@ def test_defaults_are_the_papers() -> None:
     method = FedCode()
     assert (method.alpha, method.beta, method.tau) == (20.0, 1.0, 0.5)
     assert (method.semantic, method.style) == (1.0, 1.0)
-    assert (method.clusters, method.holders, method.style_norm) == ("finch", 1, "sain")
+    assert (method.clusters, method.holders, method.members, method.style_norm) == ("finch", 1, 1, "sain")
     assert not method.share_head
     assert not method.local_norm
     # At alpha = 100 and tau = 0.07 the contrasts are some 1400 times as steep as cross-entropy.
@@ -1327,6 +1340,9 @@ def test_defaults_are_the_papers() -> None:
         ("holders", 0),
         ("holders", -1),
         ("holders", 1.0),
+        ("members", 0),
+        ("members", -2),
+        ("members", 2.0),
         ("clusters", "kmeans"),
         ("style_norm", "instance"),
         ("share_head", 1),

@@ -1,8 +1,11 @@
-"""``crossward methods``: what there is, what each shares, and what the server learns."""
+"""``crossward methods``: what there is, what each shares, and what the server and other sites learn."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -11,17 +14,42 @@ from rich.markup import escape
 from rich.table import Table
 
 from crossward.federation.algebra import Algebra
+from crossward.federation.blocks import SKETCH_WIDTH
+from crossward.federation.rules import Shown
 from crossward.federation.scopes import Scope, layout_digest
 from crossward.methods import Method, Task, available, create, options_of
 from crossward.methods.base import BLOCKS, HEADS
+from crossward.privacy.secagg.settings import Settings
 
 _EXAMPLE_TASK = Task(classes=("a", "b", "c", "d"), channels=1, size=32, rounds=1, width=1.0)
+
+_PLACES: Mapping[str, str] = {
+    Scope.SHARED: "shared tensors",
+    Scope.BUFFER: "shared statistics",
+    Scope.PERSONAL: "personal tensors",
+}
+_COUNTS = "numbers of training images, of those seen and answered right in training, their loss"
+_VALIDATED = "numbers of validation images and of right answers on them"
+_PUBLISHED = "at the end, the test figures of sites whose policy publishes them"
+_RANGE = "tensor by tensor, the range of values that are not cut off"
+_RANGES = (
+    "tensor by tensor, how many values of all sites together were cut off at the end of the public range",
+    "in the first round, tensor by tensor, how many sites' largest value is of which power of two",
+)
+_PADDED = "the mean over the sites of their new personal tensors, but no site's own, which the others have padded"
+_OFF = SKETCH_WIDTH**-0.5
+_ASKED = (
+    ("open", "server", "the server learns, in the open"),
+    ("masked", "server", "the server learns, under secure aggregation"),
+    ("open", "sites", "other sites learn, in the open"),
+    ("masked", "sites", "other sites learn, under secure aggregation"),
+)
 
 
 def methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
 ) -> None:
-    """List the methods with their options, what leaves a site, and the digest that sites compare.
+    """List the methods: options, what leaves a site, and what the server and other sites learn of it.
 
     Figures are for a full-width ResNet-10 on grey images with four classes.
 
@@ -31,7 +59,7 @@ def methods(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    console = Console()
+    console = Console(highlight=False)
     table = Table(title="Methods (ResNet-10, 4 classes)", title_justify="left", expand=False)
     for heading, side in (
         ("method", "left"),
@@ -43,16 +71,32 @@ def methods(
     for name, row in rows.items():
         table.add_row(name, row["title"], _counted(row["values_sent"]), _counted(row["values"]["local"]))
     console.print(table)
+    common = {(mode, who): _true_of_all([row[mode][who] for row in rows.values()]) for mode, who, _ in _ASKED}
     for name, row in rows.items():
-        console.print(f"[bold]{name}[/], normalisation: {row['normalisation']}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]{name}[/], normalisation: {row['normalisation']}", soft_wrap=True)
         for key, value in row["options"].items():
-            default = json.dumps(value["default"])
-            console.print(f"  -o {key}={default}  ({escape(value['type'])})", soft_wrap=True, highlight=False)
+            console.print(f"  -o {key}={json.dumps(value['default'])}  ({escape(value['type'])})", soft_wrap=True)
+        demanded = [f"{key}={json.dumps(value)}" for key, value in row["masked"]["options"].items()]
+        fewest = f"at least {row['masked']['fewest_sites']} sites"
+        console.print(f"  under secure aggregation: {', '.join([fewest, *demanded])}", soft_wrap=True)
+        _print_learnt(
+            console, {key: [line for line in row[key[0]][key[1]] if line not in lines] for key, lines in common.items()}
+        )
+    console.print("[bold]with every method[/]")
+    _print_learnt(console, common)
     console.print(f"Any method takes --block {', '.join(BLOCKS)} and --head {', '.join(HEADS)}.", soft_wrap=True)
-    console.print(
-        "In the open, the server sees each site's update and counts. Secure aggregation is not part of this version.",
-        style="dim",
-    )
+
+
+def _true_of_all(learnt: Sequence[Sequence[str]]) -> list[str]:
+    return [line for line in learnt[0] if all(line in lines for lines in learnt)]
+
+
+def _print_learnt(console: Console, learnt: Mapping[tuple[str, str], Sequence[str]]) -> None:
+    for mode, who, title in _ASKED:
+        if learnt[mode, who]:
+            console.print(f"  {title}:")
+        for line in learnt[mode, who]:
+            console.print(f"    - {escape(line)}", soft_wrap=True)
 
 
 def describe(method: Method) -> dict[str, Any]:
@@ -62,6 +106,7 @@ def describe(method: Method) -> dict[str, Any]:
     values = {
         scope.value: sum(spec.numel for spec in algebra.layout.values() if spec.scope is scope) for scope in Scope
     }
+    masked = method.under_masks(max(Settings().fewest, method.fewest_masked))
     return {
         "title": method.title,
         "normalisation": method.normalisation,
@@ -72,12 +117,19 @@ def describe(method: Method) -> dict[str, Any]:
         "values": values,
         "values_sent": sum(spec.numel for spec in algebra.sent.values()),
         "server_learns": server_learns(algebra),
+        "open": {"server": seen_in_the_open(algebra), "sites": seen_by_sites(algebra)},
+        "masked": {
+            "server": seen_under_masks(masked.algebra(_EXAMPLE_TASK, model)),
+            "sites": seen_by_sites(masked.algebra(_EXAMPLE_TASK, model)) + [_RANGE] * bool(algebra.sent),
+            "fewest_sites": method.fewest_masked,
+            "options": {key: value for key, value in asdict(masked).items() if value != asdict(method)[key]},
+        },
         "digest": layout_digest(algebra.layout),
     }
 
 
 def server_learns(algebra: Algebra) -> list[str]:
-    """What the server sees of each site in the open, from what the site declares to send."""
+    """What a site sends in the open, by the names that its report has for it."""
     groups = {
         "its update of every shared tensor": any(spec.scope is Scope.SHARED for spec in algebra.layout.values()),
         "its update of the shared statistics": any(spec.scope is Scope.BUFFER for spec in algebra.layout.values()),
@@ -85,6 +137,58 @@ def server_learns(algebra: Algebra) -> list[str]:
         **dict.fromkeys(algebra.extras, True),
     }
     return [what for what, sent in groups.items() if sent] + sorted(algebra.tallies)
+
+
+def seen_in_the_open(algebra: Algebra) -> list[str]:
+    """What the server learns where sites report to it."""
+    reported = _each(algebra, lambda shown: shown.reported)
+    return [*(f"every site's {what}" for what in [*reported, _COUNTS, _VALIDATED]), _PUBLISHED]
+
+
+def seen_under_masks(algebra: Algebra) -> list[str]:
+    """What the server learns where it opens only sums."""
+    shown = [rule.shown() for rule in algebra.rules().values()]
+    summed = _each(algebra, lambda shown: shown.summed)
+    return [
+        *(f"summed over the sites: {what}" for what in [*summed, _COUNTS, _VALIDATED]),
+        *([_PADDED] if Scope.PERSONAL in algebra.rules() else []),
+        *_compared(algebra),
+        *dict.fromkeys(line for each in shown for line in (*each.server, *each.planned)),
+        *(_RANGES if algebra.sent else ()),
+        "at the end, summed over the sites: numbers of test images and of right answers on them",
+    ]
+
+
+def seen_by_sites(algebra: Algebra) -> list[str]:
+    """What a site learns that took part."""
+    shown = [rule.shown() for rule in algebra.rules().values()]
+    common = [_PLACES[scope] for scope in (Scope.SHARED, Scope.BUFFER) if scope in algebra.rules()]
+    return [
+        *([f"the new {' and '.join(common)}, the same for all"] if common else []),
+        *dict.fromkeys(line for each in shown for line in (*each.received, *each.planned)),
+        "which sites took part in a round, and which round is the best so far",
+    ]
+
+
+def _each(algebra: Algebra, words: Callable[[Shown], str | None]) -> list[str]:
+    """What rules say, each followed by the tensors that it is about; equal words once."""
+    places: dict[str, list[str]] = {}
+    for group, rule in algebra.rules().items():
+        said = words(rule.shown())
+        if said is not None:
+            places.setdefault(said, []).append(_PLACES.get(group, group))
+    return [f"{said} ({', '.join(where)})" for said, where in places.items()]
+
+
+def _compared(algebra: Algebra) -> list[str]:
+    """Whose cosines the server learns: of extras exactly, of the model's tensors by sketches."""
+    counts = Counter(block.partition("/")[0] for block in algebra.blocks())
+    return [
+        f"the cosine of any two sites' {group}, which is rotated, as are its sums: only sites know how to turn it back"
+        if group in algebra.extras
+        else f"the cosine of any two sites' {_PLACES[group]} in {count} blocks, off by about {_OFF:.3f} (sketches)"
+        for group, count in counts.items()
+    ]
 
 
 def _counted(count: int) -> str:

@@ -98,6 +98,10 @@ class Algebra:
     def _names(self, group: str) -> list[str]:
         return [name for name, owner in self._group_of.items() if owner == group]
 
+    def rules(self) -> dict[str, Rule]:
+        """The rule of every group of tensors that leaves a site: of a scope, or of an extra by its name."""
+        return dict(self._rules)
+
     def blocks(self) -> dict[str, tuple[str, ...]]:
         """List the blocks of tensors whose cosines the plan needs, as ``group/block``."""
         return {
@@ -156,6 +160,23 @@ class Algebra:
             if (planned := rule.plan({**totals, **_part(totals, group)}, _part(gram, group)))
         }
         return Plan(round_number, tuple(cohort), values)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse, on site, a published plan that these rules never make: what is masked by it might not be hidden.
+
+        Raises:
+            PrivacyRefusal: it is about unknown groups, or a rule refuses its part.
+        """
+        unknown = sorted(set(plan.values) - set(self._rules))
+        if unknown:
+            raise PrivacyRefusal(
+                f"the plan of round {plan.round_number} is about '{unknown[0]}', which is unknown here"
+            )
+        for group, rule in self._rules.items():
+            try:
+                rule.check_plan(plan.values.get(group, {}), len(plan.cohort))
+            except PrivacyRefusal as refusal:
+                raise PrivacyRefusal(f"the plan of round {plan.round_number} for '{group}': {refusal}") from refusal
 
     def contribute(self, report: Report, plan: Plan, me: int) -> Contribution:
         """Multiply a report out into slots. The report's update may be a part of the whole: tensors are independent."""

@@ -31,6 +31,12 @@ LOSS = "train/loss"
 SEEN = "train/seen"
 CORRECT = "train/correct"
 
+VALIDATION_COUNT = "validation/n"
+VALIDATION_CORRECT = "validation/correct"
+VALIDATION_AS_RECEIVED = "validation/as_received"
+VALIDATION = (VALIDATION_COUNT, VALIDATION_CORRECT, VALIDATION_AS_RECEIVED)
+"""What a site counts of a model that it received, on its validation images."""
+
 ALL = "*"
 """The slot that every site receives; any other slot is the name of the one site that receives it."""
 
@@ -45,6 +51,7 @@ class Report:
         model: digest of the model that the site received and trained from.
         update: shared and buffer tensors as trained minus received, personal tensors as they are, and extras.
         tally: numbers that may only ever be summed over sites (sample counts, losses, block norms).
+        validation: counts of the model that the site received; none of the common start.
     """
 
     site: str
@@ -52,6 +59,7 @@ class Report:
     model: str
     update: Tensors
     tally: Tally
+    validation: Tally = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,35 @@ class Summed:
 
 
 @dataclass(frozen=True)
+class Sealed:
+    """A site's personal tensors as the server holds them under secure aggregation: only that site can read them.
+
+    Attributes:
+        words: whole numbers under the other sites' pads, one tensor after the other.
+        limits: by tensor, the end of the range that the numbers are a part of.
+        coefficients: by tensor, what its sum is divided by.
+        parties: how many sites the fixed point was made for.
+        bits: of the ring.
+    """
+
+    words: np.ndarray[Any, np.dtype[np.uint32]]
+    limits: Mapping[str, float]
+    coefficients: Mapping[str, float]
+    parties: int
+    bits: int
+
+    def header(self) -> str:
+        """Everything but the numbers, as text."""
+        return json.dumps([dict(self.limits), dict(self.coefficients), self.parties, self.bits], allow_nan=False)
+
+    @classmethod
+    def from_parts(cls, header: str, words: np.ndarray[Any, np.dtype[np.uint32]]) -> Sealed:
+        """Put together what ``header`` and the numbers were."""
+        limits, coefficients, parties, bits = json.loads(header)
+        return cls(words, limits, coefficients, parties, bits)
+
+
+@dataclass(frozen=True)
 class Payload:
     """What one site receives: the model after a round, its own personal tensors included.
 
@@ -133,30 +170,45 @@ class Payload:
         tensors: shared, buffer, extras, and the recipient's personal tensors.
         best_round: the best round so far on validation, so that a site knows which model to keep.
         plan: of that round; a method may read from it, such as which group this site is in.
+        sealed: the recipient's personal tensors, where the server cannot read them.
     """
 
     round_number: int
     tensors: Tensors
     best_round: int | None = None
     plan: Plan | None = None
+    sealed: Sealed | None = None
 
 
 @dataclass
 class State:
-    """The server's side of a run after some round."""
+    """The server's side of a run after some round.
+
+    Attributes:
+        round_number: of the round.
+        tensors: shared, buffer and extras, and the common start of personal tensors.
+        personal: by site.
+        plan: of the round.
+        sealed: by site, where secure aggregation keeps personal tensors from the server.
+        mean: of the personal tensors, which is all that the server then knows of them.
+    """
 
     round_number: int
     tensors: dict[str, Tensor]
     personal: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     plan: Plan | None = None
+    sealed: dict[str, Sealed] = field(default_factory=dict)
+    mean: dict[str, Tensor] = field(default_factory=dict)
 
     def payload(self, site: str, *, best_round: int | None = None) -> Payload:
         """Make what this site receives; a site without personal tensors of its own gets the common start's."""
-        return Payload(self.round_number, {**self.tensors, **self.personal.get(site, {})}, best_round, self.plan)
+        tensors = {**self.tensors, **self.personal.get(site, {})}
+        return Payload(self.round_number, tensors, best_round, self.plan, self.sealed.get(site))
 
     def personal_digests(self) -> dict[str, str]:
         """Which personal tensors each site receives, as a hash."""
-        return {site: tensors_digest(own) for site, own in self.personal.items()}
+        sealed = {site: hashlib.sha256(own.words.data).hexdigest() for site, own in self.sealed.items()}
+        return {site: tensors_digest(own) for site, own in self.personal.items()} | sealed
 
     def common(self) -> dict[str, Tensor]:
         """What a site that never trained can be given: personal tensors are the mean over the sites that have them."""
@@ -164,4 +216,5 @@ class State:
         for own in self.personal.values():
             for name, tensor in own.items():
                 held.setdefault(name, []).append(tensor.double())
-        return {**self.tensors, **{name: torch.stack(each).mean(dim=0).float() for name, each in held.items()}}
+        means = {name: torch.stack(each).mean(dim=0).float() for name, each in held.items()}
+        return {**self.tensors, **self.mean, **means}

@@ -15,20 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from crossward.federation.algebra import Algebra, total
 from crossward.federation.combine import Spooled, Sums, advance, combine_spooled, next_state, spool
-from crossward.federation.contract import ALL, Payload, Plan, Report, State, Tally
+from crossward.federation.contract import (
+    ALL,
+    VALIDATION_CORRECT,
+    VALIDATION_COUNT,
+    Payload,
+    Plan,
+    Report,
+    Sealed,
+    State,
+    Tally,
+)
 from crossward.federation.errors import BadInput, OtherStudy, RunFailure
 from crossward.federation.names import check_site_name
 from crossward.federation.scopes import layout_digest, tensors_digest
 from crossward.federation.seeds import derive
 from crossward.federation.storage import read_tensors, write_tensors
 
-VALIDATION_COUNT = "validation/n"
-VALIDATION_CORRECT = "validation/correct"
-
-_CHECKPOINT_FORMAT = "crossward.checkpoint/1"
+_CHECKPOINT_FORMAT = "crossward.checkpoint/2"
+# No site has such a name.
+_MEAN, _SEALED = "*mean", "*sealed"
 
 
 class Coordinator:
@@ -74,6 +84,10 @@ class Coordinator:
         self.best_round: int | None = None
         self.scores: dict[int, float] = {}
         self.history: list[dict[str, Any]] = []
+        self.limits: dict[str, float] = {}
+        """Ranges of the next round's products under secure aggregation; none are known at the start."""
+        self.largest: dict[str, float] = {}
+        """The largest value of every tensor's last sum, which the ranges follow."""
         self._folder = folder
         self._seed = seed
         self._identity = hashlib.sha256(f"{layout_digest(algebra.sent)} {study}".encode()).hexdigest()
@@ -85,6 +99,11 @@ class Coordinator:
     @property
     def checkpoint_path(self) -> Path:
         return self._folder / "checkpoint.safetensors"
+
+    @property
+    def scratch(self) -> Path:
+        """Where a round keeps what it would have to ask for again after a restart; empty when the round is closed."""
+        return self._folder / "round"
 
     @property
     def finished(self) -> bool:
@@ -153,18 +172,19 @@ class Coordinator:
         """The invited sites that have reported, in the cohort's order."""
         return tuple(site for site in self._invited if site in self._tallies)
 
-    def close_round(self, record: Mapping[str, Any]) -> State:
+    def close_round(self, record: Mapping[str, Any], combined: State | None = None) -> State:
         """Combine what was reported, write the checkpoint, and open the next round.
 
         Args:
             record: facts of the round, kept in the history and in the checkpoint.
+            combined: the state after it, where sites reported nothing and their sums were opened instead.
 
         Raises:
             RunFailure: fewer reports than the quorum; the round is not aggregated and stays open.
             StorageFailure: the checkpoint could not be written; the run stays at the round before, and the round
                 can be closed again when there is room.
         """
-        if len(self.reported) < self.quorum:
+        if combined is None and len(self.reported) < self.quorum:
             missing = ", ".join(site for site in self._invited if site not in self._tallies)
             raise RunFailure(
                 f"round {self._round} has {len(self.reported)} of {self.quorum} reports it needs (missing: {missing}): "
@@ -172,12 +192,13 @@ class Coordinator:
             )
         with self._lock:
             if self._combined is None:
-                self._combined = self._combine()
+                self._combined = self._combine() if combined is None else combined
         after = self._combined
         history = [*self.history, dict(record)]
         self._write_checkpoint(after, history)
         self._tidy_best()
-        shutil.rmtree(self._folder / "spool", ignore_errors=True)
+        for scratch in (self._folder / "spool", self.scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
         with self._lock:
             self.state, self.history = after, history
             self._begin()
@@ -240,18 +261,23 @@ class Coordinator:
         progress = {
             "scores": json.dumps(self.scores, allow_nan=False),
             "history": json.dumps(history, allow_nan=False),
+            "ranges": json.dumps([self.limits, self.largest], allow_nan=False),
         }
         self._write_state(self.checkpoint_path, state, progress)
 
     def _write_state(self, path: Path, state: State, progress: Mapping[str, str]) -> None:
         tensors = {f"*/{name}": tensor for name, tensor in state.tensors.items()}
+        tensors.update({f"{_MEAN}/{name}": tensor for name, tensor in state.mean.items()})
         for site, own in state.personal.items():
             tensors.update({f"{site}/{name}": tensor for name, tensor in own.items()})
+        for site, sealed in state.sealed.items():
+            tensors[f"{_SEALED}/{site}"] = torch.from_numpy(sealed.words.view(np.uint8))
         metadata = {
             "format": _CHECKPOINT_FORMAT,
             "study": self._identity,
             "plan": state.plan.to_json() if state.plan else "",
             "round": str(state.round_number),
+            "sealed": json.dumps({site: sealed.header() for site, sealed in state.sealed.items()}),
             **progress,
         }
         write_tensors(path, tensors, metadata)
@@ -262,9 +288,12 @@ class Coordinator:
             raise OtherStudy(f"{path} belongs to another study or version; start a new run folder")
         plan = Plan.from_json(metadata["plan"]) if metadata["plan"] else None
         state = State(int(metadata["round"]), {}, plan=plan)
+        for site, header in json.loads(metadata["sealed"]).items():
+            state.sealed[site] = Sealed.from_parts(header, tensors.pop(f"{_SEALED}/{site}").numpy().view(np.uint32))
+        common = {ALL: state.tensors, _MEAN: state.mean}
         for key, tensor in tensors.items():
             slot, name = key.split("/", 1)
-            (state.tensors if slot == ALL else state.personal.setdefault(slot, {}))[name] = tensor
+            (common[slot] if slot in common else state.personal.setdefault(slot, {}))[name] = tensor
         return state, metadata
 
     def resume(self) -> bool:
@@ -277,6 +306,7 @@ class Coordinator:
             return False
         self.state, metadata = self._read_state(self.checkpoint_path)
         self.history = json.loads(metadata["history"])
+        self.limits, self.largest = json.loads(metadata["ranges"])
         self.scores = {int(number): score for number, score in json.loads(metadata["scores"]).items()}
         self.best_round = self._best()
         shutil.rmtree(self._folder / "spool", ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +16,29 @@ import torch
 from torch import Tensor
 
 from crossward.federation.contract import ALL, SAMPLES, Needs, Summed, Tally, Tensors, Vector
+from crossward.federation.errors import PrivacyRefusal
+
+TOLERANCE = 1e-9
+"""How far numbers of a plan that are to sum to 1 may miss it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What others come to know of the tensors that a rule combines, in plain words.
+
+    Attributes:
+        reported: what every site hands over in the open.
+        summed: under masks, that of which the server learns the sum over sites; None where it cannot read the sum.
+        server: under masks, what it learns beside that, on the way to the plan.
+        planned: what the plan says, which everybody gets.
+        received: what every site gets beside the model that is common to all.
+    """
+
+    reported: str = "update"
+    summed: str | None = "update times the site's coefficient"
+    server: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
 
 
 class Rule(ABC):
@@ -36,6 +60,21 @@ class Rule(ABC):
         """Make the public numbers from summed tallies and cosine matrices (zero rows for zero vectors)."""
         del totals, gram
         return {}
+
+    def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
+        """Refuse, on site and under masks, numbers that ``plan`` never makes for so many sites.
+
+        A rule that plans something overrides this: with weights of its choice a server could ask for one site alone.
+
+        Raises:
+            PrivacyRefusal: an unknown or missing key, another shape, or values that are not allowed.
+        """
+        del cohort
+        check_planned(plan, {})
+
+    def shown(self) -> Shown:
+        """Say what the server and other sites come to know by this rule."""
+        return Shown()
 
     @abstractmethod
     def coefficients(
@@ -62,6 +101,9 @@ class SampleMean(Rule):
         del name, plan, cohort, me
         return {ALL: float(tally[SAMPLES].item())}
 
+    def shown(self) -> Shown:
+        return Shown(summed="update times the number of training images")
+
 
 class EqualMean(Rule):
     """The plain mean: every site counts once, however many samples it has."""
@@ -71,6 +113,24 @@ class EqualMean(Rule):
     ) -> Mapping[str, float | Vector]:
         del name, tally, plan, cohort, me
         return {ALL: 1.0}
+
+    def shown(self) -> Shown:
+        return Shown(summed="update")
+
+
+def check_planned(plan: Mapping[str, Vector], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse planned numbers of other names or shapes than these, or that are not finite."""
+    demand(plan.keys() == shapes.keys(), f"it says {sorted(plan)}, and {sorted(shapes)} is what it has to say")
+    for key, shape in shapes.items():
+        value = plan[key]
+        demand(value.shape == shape, f"'{key}' has shape {value.shape}, and not {shape}")
+        demand(value.dtype == np.float64 and np.isfinite(value).all(), f"'{key}' has values that are no finite numbers")
+
+
+def demand(fits: bool | np.bool_, what_is_wrong: str) -> None:
+    """Refuse unless something fits."""
+    if not fits:
+        raise PrivacyRefusal(what_is_wrong)
 
 
 def divide(summed: Summed) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -271,6 +271,18 @@ class Method:
 
     clip: ClassVar[float] = 0.0
     """Largest norm of a step's gradient where the study does not say; none if 0."""
+
+    fewest_masked: ClassVar[int] = 3
+    """The fewest sites with which a round under masks shows nobody the part of another."""
+
+    def under_masks(self, fewest: int) -> Self:
+        """The same method with the options that a run under masks demands.
+
+        Args:
+            fewest: sites that every sum is over at least.
+        """
+        del fewest
+        return self
 
     def block(self, task: Task, backbone: Backbone) -> FeatureBlock:
         """The feature block of this method, where the study does not say."""

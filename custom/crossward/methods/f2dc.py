@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from crossward.federation.contract import ALL, SAMPLES, Needs, Tally, Vector
 from crossward.federation.errors import BadInput
-from crossward.federation.rules import Rule, SampleMean
+from crossward.federation.rules import Rule, SampleMean, Shown, check_planned, demand
 from crossward.federation.scopes import Scope, mark
 from crossward.methods.base import BLOCKS, Batch, Context, FeatureBlock, Method, Model, Task, Trace
 from crossward.methods.registry import register
@@ -129,13 +129,27 @@ class DomainAware(Rule):
         del gram
         return {"total": totals[SAMPLES]}
 
+    def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
+        del cohort
+        check_planned(plan, {"total": (1,)})
+        demand(plan["total"].item() > 0, "there are no training images at all")
+
     def coefficients(
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
     ) -> Mapping[str, float | Vector]:
         del name, me
         n, total = float(tally[SAMPLES].item()), float(plan["total"].item())
+        # With a total that is too small, weights would be far apart, and one site's update could stand out of the sum.
+        demand(n <= total, "all sites together are said to have fewer training images than this one has")
         domains = self._domains or len(cohort)
         return {ALL: site_weight(n, total, domains, self._classes, self._alpha, self._beta)}
+
+    def shown(self) -> Shown:
+        return Shown(
+            summed="update times the site's weight e_k (Eq. 11)",
+            server=("the sum of the weights e_k",),
+            planned=("how many training images all sites have together",),
+        )
 
 
 class DecouplingBlock(FeatureBlock):

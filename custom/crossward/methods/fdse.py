@@ -14,107 +14,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import ClassVar, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from scipy import optimize
 from scipy.special import softmax
 from torch import Tensor, nn
-from torch.nn import functional
 
-from crossward.federation.combine import normalise
+from crossward.federation.blocks import merge_blocks
 from crossward.federation.contract import ALL, Needs, Summed, Tally, Tensors, Vector
 from crossward.federation.errors import BadInput
-from crossward.federation.rules import EqualMean, Rule, SampleMean, divide
+from crossward.federation.rules import TOLERANCE, EqualMean, Rule, SampleMean, Shown, check_planned, demand, divide
 from crossward.federation.scopes import Scope, layout_of, mark, names_in
 from crossward.methods.base import Batch, BlockFactory, Context, HeadFactory, Method, Model, Task, Trace
+from crossward.methods.fdse_weights import attention as attention
+from crossward.methods.fdse_weights import consensus_weights as consensus_weights
+from crossward.methods.fdse_weights import spread_out, weights_of_moved
 from crossward.methods.registry import register
-from crossward.nets.layers import LayerShape, MapNorm, Norm, at_least_single, make_norm, make_point_norm
+from crossward.nets.decomposed import RUNNING, DecomposedConv
+from crossward.nets.layers import LayerShape, MapNorm
 
-FLATTEST = 1e-10
-"""Directions flatter than this count as this steep, so that sites with equal updates share their weight evenly."""
-_STATISTICS, _RUNNING = "statistics/", ("running_mean", "running_var")
+UNDER_EVEN = 0.9
+"""Under masks a site's largest weight is this much of what would let one site fewer do: 0.45 where three must."""
 
-
-class Expansion(nn.Conv2d):
-    """DSE's linear operation: a convolution that makes ``factor`` channels of each, from that channel alone.
-
-    Processors have a fast path for one output per channel and none for several, so it goes one output at a time.
-    """
-
-    def __init__(self, channels: int, factor: int, *, kernel: int) -> None:
-        super().__init__(channels, factor * channels, kernel, padding=kernel // 2, groups=channels, bias=False)
-        self._factor = factor
-
-    def forward(self, features: Tensor) -> Tensor:
-        outputs = [
-            functional.conv2d(features, self.weight[first :: self._factor], padding=self.padding, groups=self.groups)
-            for first in range(self._factor)
-        ]
-        return torch.stack(outputs, dim=2).flatten(start_dim=1, end_dim=2)
-
-
-class DecomposedConv(nn.Module):
-    """A convolution or fully connected layer in two: DFE, then DSE (Eq. 2-3).
-
-    Args:
-        channels_in, channels_out, kernel, stride, padding: of the layer that is decomposed.
-        factor: G, how many channels DSE makes of one.
-        norm: of both halves.
-        activation: whether ReLU ends it; a residual block brings its own.
-        ghost: DSE adds G - 1 channels beside each one instead, without ReLU between (the released code's last version).
-        point: a fully connected layer, on maps of a single point.
-        personal: scope of DSE.
-    """
-
-    def __init__(
-        self,
-        channels_in: int,
-        channels_out: int,
-        kernel: int,
-        *,
-        stride: int = 1,
-        padding: int = 0,
-        factor: int = 2,
-        norm: Norm = "batch",
-        activation: bool = True,
-        ghost: bool = False,
-        point: bool = False,
-        personal: Scope = Scope.PERSONAL,
-    ) -> None:
-        super().__init__()
-        inner = math.ceil(channels_out / factor)
-        cheap = 3 if kernel > 1 else 1
-        normalisation = partial(make_point_norm if point else make_norm, norm)
-        self.channels_out = channels_out
-        self.dfe = nn.Conv2d(channels_in, inner, kernel, stride=stride, padding=padding, bias=False)
-        self.norm_dse = normalisation(inner)
-        self.between: nn.Module = nn.Identity() if ghost else nn.ReLU()
-        self.dse = Expansion(inner, factor - 1 if ghost else factor, kernel=cheap)
-        self.norm_dfe = normalisation(channels_out)
-        self.activation: nn.Module = nn.ReLU() if activation else nn.Identity()
-        self._ghost = ghost
-        self.statistics: Tensor | None = None
-        mark(self, parameters=Scope.SHARED, buffers=Scope.BUFFER)
-        mark(self.norm_dse, parameters=personal, buffers=Scope.LOCAL)
-        mark(self.dse, parameters=personal, buffers=personal)
-
-    def forward(self, features: Tensor) -> Tensor:
-        extracted = self.between(self.norm_dse(self.dfe(features)))
-        erased = self.dse(extracted)
-        if self._ghost:
-            erased = torch.cat([extracted, erased], dim=1)
-        erased = erased[:, : self.channels_out]
-        if self.training and torch.is_grad_enabled() and isinstance(self.norm_dfe, MapNorm) and erased.numel():
-            # Mean and biased variance of the batch (Eq. 4), and the running ones before it.
-            variance, mean = torch.var_mean(at_least_single(erased), dim=(0, 2, 3), correction=0)
-            self.statistics = torch.stack([mean, variance, *(self.norm_dfe.get_buffer(name) for name in _RUNNING)])
-        out: Tensor = self.activation(self.norm_dfe(erased))
-        return out
+_STATISTICS = "statistics/"
 
 
 def consistency(
@@ -148,56 +72,6 @@ def depth_weights(layers: int, beta: float) -> Tensor:
     return (beta * torch.arange(1, layers + 1, dtype=torch.float64)).softmax(dim=0).float()
 
 
-def consensus_weights(gram: npt.ArrayLike, cap: float | None = None) -> Vector:
-    """Weights u of the unit updates whose combination has the smallest norm (Eq. 8), on the simplex.
-
-    The combination has a non-negative inner product with every update. It is found exactly: the nonnegative least
-    squares problem min |R u|^2 + (1'u - 1)^2 with R'R = G is solved by a multiple of the wanted u.
-
-    Args:
-        gram: [N,N] inner products of unit updates; a site that did not move is left out by the caller.
-        cap: largest weight of a site. Where it binds, the combination may conflict with somebody.
-    """
-    inner = np.asarray(gram, dtype=np.float64)
-    count = len(inner)
-    if inner.shape != (count, count) or not count or not np.isfinite(inner).all():
-        raise ValueError(f"a Gram matrix is square and finite, not of shape {inner.shape} or with other numbers")
-    if cap is not None and not cap * count >= 1 - 1e-12:
-        raise ValueError(f"{count} weights of at most {cap} cannot sum to 1")
-    values, vectors = np.linalg.eigh((inner + inner.T) / 2)
-    root = np.sqrt(np.maximum(values, FLATTEST))[:, None] * vectors.T
-    target = np.append(np.zeros(count), 1.0)
-    solution, _ = optimize.nnls(np.vstack([root, np.ones(count)]), target, maxiter=100 * count)
-    weights: Vector = solution / solution.sum()
-    return weights if cap is None or weights.max() <= cap else _capped(root, cap)
-
-
-def _capped(root: Vector, cap: float) -> Vector:
-    """The same under an upper bound, for which there is no shortcut: a small quadratic programme."""
-    count, inner = len(root), root.T @ root
-    found = optimize.minimize(
-        lambda u: u @ inner @ u,
-        np.full(count, 1 / count),
-        jac=lambda u: 2 * inner @ u,
-        bounds=[(0.0, cap)] * count,
-        constraints={"type": "eq", "fun": lambda u: u.sum() - 1, "jac": np.ones_like},
-        method="SLSQP",
-        options={"ftol": 1e-15, "maxiter": 1000},
-    )
-    weights: Vector = np.clip(found.x, 0.0, cap)
-    return weights
-
-
-def attention(parameters: npt.ArrayLike, tau: float) -> Vector:
-    """Mixture of every site, softmax of the cosines over tau (Eq. 9); [N,P] -> [N,N], rows sum to 1.
-
-    All-zero parameters have no direction: their cosine with anything counts as 0.
-    """
-    rows = np.asarray(parameters, dtype=np.float64)
-    mixture: Vector = softmax(normalise(rows @ rows.T) / tau, axis=1)
-    return mixture
-
-
 class _Blockwise(Rule):
     """A rule that treats each block of tensors by itself; the plan's rows are in the blocks' order."""
 
@@ -213,7 +87,16 @@ class _Blockwise(Rule):
 
 
 class ConsensusMaximisation(_Blockwise):
-    """Site k adds u_k * update / norm; the sum is scaled by the mean norm (Eq. 8). Who did not move is left out."""
+    """Site k adds u_k * update / norm; the sum is scaled by the mean norm (Eq. 8). Who did not move is left out.
+
+    Args:
+        blocks: names of tensors by block.
+        cap: largest u_k; a block in which too few moved to keep it stays as it is.
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[str]], *, cap: float | None = None) -> None:
+        super().__init__(blocks)
+        self._cap = cap
 
     def measure(self, update: Tensors) -> Tally:
         norms = np.array(
@@ -225,8 +108,23 @@ class ConsensusMaximisation(_Blockwise):
         return {"norms": norms, "moved": (norms > 0).astype(np.float64)}
 
     def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
-        weights = np.stack([_weights_of_moved(gram[block]) for block in self._blocks])
-        return {"weights": weights, "length": totals["norms"] / np.maximum(1.0, totals["moved"])}
+        free = np.stack([weights_of_moved(gram[block]) for block in self._blocks])
+        planned = {"weights": free, "length": totals["norms"] / np.maximum(1.0, totals["moved"])}
+        if self._cap is None:
+            return planned
+        weights = np.stack([weights_of_moved(gram[block], self._cap) for block in self._blocks])
+        return {**planned, "weights": weights, "capped": np.maximum(0.0, free - weights).sum(axis=1)}
+
+    def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
+        blocks = len(self._blocks)
+        shapes: dict[str, tuple[int, ...]] = {"weights": (blocks, cohort), "length": (blocks,)}
+        check_planned(plan, shapes if self._cap is None else {**shapes, "capped": (blocks,)})
+        weights = plan["weights"]
+        demand(all((value >= 0).all() for value in plan.values()), "a weight or a length is negative")
+        whole = np.abs(weights.sum(axis=1) - 1) <= TOLERANCE
+        demand((whole | ~weights.any(axis=1)).all(), "the weights of a block do not sum to 1")
+        most = 1.0 if self._cap is None else self._cap
+        demand(weights.max() <= most + TOLERANCE, f"a site weighs more than {most:g} in a block")
 
     def coefficients(
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
@@ -239,23 +137,47 @@ class ConsensusMaximisation(_Blockwise):
         length = float(plan["length"][self._row[name]])
         return summed.value.mul_(length).add_(current).to(current.dtype)
 
-
-def _weights_of_moved(cosines: Vector) -> Vector:
-    weights, moved = np.zeros(len(cosines)), np.flatnonzero(np.diagonal(cosines))
-    weights[moved] = consensus_weights(cosines[np.ix_(moved, moved)]) if len(moved) else 0.0
-    return weights
+    def shown(self) -> Shown:
+        return Shown(
+            summed="update of length 1 times the site's weight u_k (Eq. 8), block by block",
+            server=("how many sites moved, block by block",),
+            planned=("the weight of every site and the mean length of the updates, block by block",),
+        )
 
 
 class SimilarityAware(_Blockwise):
-    """Site j of the cohort gets the sum over k of A_jk * parameters_k, in a slot of its own (Eq. 9)."""
+    """Site j of the cohort gets the sum over k of A_jk * parameters_k, in a slot of its own (Eq. 9).
 
-    def __init__(self, blocks: Mapping[str, Sequence[str]], *, tau: float) -> None:
+    Args:
+        blocks: names of tensors by block.
+        tau: temperature.
+        others: from how many others at least a site receives, see ``spread_out``; as it comes if not given.
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[str]], *, tau: float, others: int | None = None) -> None:
         super().__init__(blocks)
-        self._tau = tau
+        self._tau, self._others = tau, others
 
     def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
         del totals
-        return {"attention": np.stack([softmax(gram[block] / self._tau, axis=1) for block in self._blocks])}
+        free = np.stack([softmax(gram[block] / self._tau, axis=1) for block in self._blocks])
+        if self._others is None:
+            return {"attention": free}
+        mixed = np.stack([spread_out(mixture, self._others) for mixture in free])
+        return {"attention": mixed, "capped": np.maximum(0.0, free - mixed).sum(axis=2).mean(axis=1)}
+
+    def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
+        blocks = len(self._blocks)
+        shapes: dict[str, tuple[int, ...]] = {"attention": (blocks, cohort, cohort)}
+        check_planned(plan, shapes if self._others is None else {**shapes, "capped": (blocks,)})
+        mixed = plan["attention"]
+        demand(all((value >= 0).all() for value in plan.values()), "a part of a mixture is negative")
+        demand((np.abs(mixed.sum(axis=2) - 1) <= TOLERANCE).all(), "the parts of a mixture do not sum to 1")
+        own = np.diagonal(mixed, axis1=1, axis2=2)
+        demand((mixed.max(axis=2) <= own + TOLERANCE).all(), "a site is to receive more of another than of its own")
+        given = mixed * (1 - np.eye(cohort))
+        most = given.sum(axis=2) / max(1, min(self._others or 1, cohort - 1))
+        demand((given.max(axis=2) <= most + TOLERANCE).all(), "one site stands out of what another receives")
 
     def coefficients(
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
@@ -267,6 +189,15 @@ class SimilarityAware(_Blockwise):
     def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
         del name, plan
         return divide(summed).to(current.dtype)
+
+    def shown(self) -> Shown:
+        enough = "" if self._others is None else f", in which at least {self._others} others have a part"
+        return Shown(
+            reported="tensors as they are",
+            summed=None,
+            planned=("how much of every site goes into the mixture of which other, block by block",),
+            received=(f"its own mixture of the personal tensors of all sites{enough}",),
+        )
 
 
 class DecomposedModel(Model):
@@ -298,7 +229,10 @@ class FDSE(Method):
         factor: G, how many channels DSE makes of one (Eq. 2-3).
         shared: how DFE and head are combined: ``"consensus"`` by Eq. 8, ``"samples"`` by sample counts.
         personal: ``"attention"`` mixes DSE modules by Eq. 9, ``"local"`` keeps each at its site.
-        layers: what counts as a layer in Eq. 8-9: every tensor by itself, or a whole decomposed layer.
+        layers: what counts as a layer in Eq. 8-9: every tensor by itself, a whole decomposed layer, or as many of
+            those in a row as a sketch can hide (``"merged"``).
+        cap: largest weight of a site in Eq. 8. Of what a site gets from others in Eq. 9, none gives more than one
+            part in as many as its inverse, rounded down. The paper has none.
         ghost: DSE as in the released code's last version, see ``DecomposedConv``.
     """
 
@@ -307,6 +241,8 @@ class FDSE(Method):
     normalisation: ClassVar[str] = "after DSE averaged with its statistics; before it personal, with local statistics"
     coupled: ClassVar[frozenset[str]] = frozenset({"consistency"})
     clip: ClassVar[float] = 10.0
+    # With three, what a site receives of others would be a sum of two.
+    fewest_masked: ClassVar[int] = 4
 
     consistency: float = 0.1
     beta: float = 0.001
@@ -314,7 +250,8 @@ class FDSE(Method):
     factor: int = 2
     shared: Literal["consensus", "samples"] = "consensus"
     personal: Literal["attention", "local"] = "attention"
-    layers: Literal["tensor", "layer"] = "tensor"
+    layers: Literal["tensor", "layer", "merged"] = "tensor"
+    cap: float | None = None
     ghost: bool = False
 
     def __post_init__(self) -> None:
@@ -323,22 +260,28 @@ class FDSE(Method):
             ("beta", abs(self.beta) <= 100, "from -100 to 100"),
             ("tau", 1e-6 <= self.tau < math.inf, "a finite number of at least 0.000001"),
             ("factor", self.factor >= 2, "at least 2"),
+            ("cap", self.cap is None or 0 < self.cap <= 1, "above 0 and not above 1"),
         ):
             if not fits:
                 raise BadInput(f"fdse: {option} is {getattr(self, option)}, and must be {wanted}")
 
+    def under_masks(self, fewest: int) -> Self:
+        """Blocks that a sketch does not give away, and weights by which at most one of so many sites goes unheard."""
+        heard = max(fewest, self.fewest_masked) - 1
+        cap = max(UNDER_EVEN / (heard - 1), 1 / heard)
+        return replace(self, layers="merged", cap=cap if self.cap is None else min(cap, self.cap))
+
     def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
+        personal = Scope.PERSONAL if self.personal == "attention" else Scope.LOCAL
+
         def layer(shape: LayerShape) -> Sequence[nn.Module]:
-            return (
-                DecomposedConv(
-                    **asdict(shape),
-                    factor=self.factor,
-                    norm=task.norm,
-                    activation=False,
-                    ghost=self.ghost,
-                    personal=Scope.PERSONAL if self.personal == "attention" else Scope.LOCAL,
-                ),
+            halves = DecomposedConv(
+                **asdict(shape), factor=self.factor, norm=task.norm, activation=False, ghost=self.ghost
             )
+            mark(halves, parameters=Scope.SHARED, buffers=Scope.BUFFER)
+            mark(halves.norm_dse, parameters=personal, buffers=Scope.LOCAL)
+            mark(halves.dse, parameters=personal, buffers=personal)
+            return (halves,)
 
         backbone = task.backbone(layer)
         mark(backbone, parameters=Scope.SHARED, buffers=Scope.BUFFER)
@@ -346,16 +289,18 @@ class FDSE(Method):
 
     def rules(self, task: Task, model: Model) -> Mapping[Scope, Rule]:
         del task
-        shared = ConsensusMaximisation(self._blocks(model, Scope.SHARED))
+        shared = ConsensusMaximisation(self._blocks(model, Scope.SHARED), cap=self.cap)
+        others = None if self.cap is None else int(1 / self.cap)
         return {
             Scope.SHARED: shared if self.shared == "consensus" else SampleMean(),
             Scope.BUFFER: EqualMean(),
-            Scope.PERSONAL: SimilarityAware(self._blocks(model, Scope.PERSONAL), tau=self.tau),
+            Scope.PERSONAL: SimilarityAware(self._blocks(model, Scope.PERSONAL), tau=self.tau, others=others),
         }
 
     def _blocks(self, model: Model, scope: Scope) -> dict[str, list[str]]:
         """The tensors of a scope by what counts as a layer; outside the decomposed layers that is a module."""
-        names = names_in(layout_of(model), scope)
+        layout = layout_of(model)
+        names = names_in(layout, scope)
         if self.layers == "tensor":
             return {name: [name] for name in names}
         owners = [f"{name}." for name, _ in decomposed_layers(model)]
@@ -363,7 +308,7 @@ class FDSE(Method):
         for name in names:
             owner = next((owner for owner in owners if name.startswith(owner)), name.rpartition(".")[0])
             blocks.setdefault(owner, []).append(name)
-        return blocks
+        return blocks if self.layers == "layer" else merge_blocks(blocks, {name: layout[name].numel for name in names})
 
     def terms(self, model: Model, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
         """The head's and the block's terms and L_Con, which the first round's statistics are not worth pulling to."""
@@ -388,7 +333,7 @@ class FDSE(Method):
         """L_Con over all layers (Eq. 7)."""
         statistics, layers, losses = _statistics_of(trace), dict(decomposed_layers(model)), []
         for name, (mean, variance, running_mean, running_var) in statistics.items():
-            global_mean, global_var = (context.received[f"{name}.norm_dfe.{kind}"] for kind in _RUNNING)
+            global_mean, global_var = (context.received[f"{name}.norm_dfe.{kind}"] for kind in RUNNING)
             keep = 1 - float(layers[name].norm_dfe.momentum)  # type: ignore[arg-type]
             losses.append(consistency(mean, variance, running_mean, running_var, global_mean, global_var, keep))
         return (depth_weights(len(losses), self.beta).to(trace.pooled.device) * torch.stack(losses)).sum()

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 from torch.nn import functional
 
 from crossward.federation.algebra import Extra
-from crossward.federation.combine import normalise
 from crossward.federation.contract import ALL, Needs, Summed, Tally, Tensors, Vector
 from crossward.federation.errors import BadInput
-from crossward.federation.rules import Rule, divide, per_row
+from crossward.federation.rules import Rule, Shown, check_planned, demand, divide, per_row
 from crossward.federation.scopes import Scope, layout_of, mark, mark_where
 from crossward.methods.base import (
     Batch,
@@ -41,39 +37,15 @@ from crossward.methods.base import (
     Task,
     Trace,
 )
+from crossward.methods.finch import first_neighbour_groups as first_neighbour_groups
+from crossward.methods.finch import groups_by_cosine, join_small
 from crossward.methods.registry import register
 from crossward.nets import Backbone
-from crossward.nets.layers import LayerShape, at_least_single, is_normalisation
-
-REDUCTION, FEWEST_HIDDEN = 16, 4
-"""Squeeze-and-excitation has C / 16 hidden units, as in its own paper, and not fewer than four."""
+from crossward.nets.layers import LayerShape, is_normalisation
+from crossward.nets.style_norm import StyleAwareNorm
 
 SEMANTIC, STYLE = "prototypes", "style"
 """Names of the extras: mean semantic features by class [K,d], and the mean style [1,d], received as [J,d]."""
-
-
-class StyleAwareNorm(nn.Module):
-    """SAIN: what instance normalisation removes, weighted by squeeze-and-excitation (Eq. 5-7).
-
-    Args:
-        channels: of the maps.
-        eps: added to the variance.
-    """
-
-    def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
-        super().__init__()
-        hidden = max(FEWEST_HIDDEN, channels // REDUCTION)
-        self.squeeze = nn.Linear(channels, hidden)
-        self.excite = nn.Linear(hidden, channels)
-        self._eps = eps
-
-    def forward(self, features: Tensor) -> Tensor:
-        features = at_least_single(features)
-        variance, mean = torch.var_mean(features, dim=(2, 3), correction=0, keepdim=True)
-        style = features - (features - mean) * torch.rsqrt(variance + self._eps)
-        # The mean of F_style over a map is that of F: the normalised map has none.
-        attention = torch.sigmoid(self.excite(functional.relu(self.squeeze(mean.flatten(1)))))
-        return attention[:, :, None, None] * style
 
 
 def semantic_contrast(
@@ -152,39 +124,13 @@ def _contrast(
     return torch.where(counts, loss, torch.zeros_like(loss))
 
 
-def first_neighbour_groups(vectors: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """First partition of FINCH with cosine distance: one group number per vector, [N,d] -> [N].
-
-    Vectors belong together where one is the other's nearest, or both have the same nearest (ties: the lowest index).
-    Every group has two members or more, so a style that a single site has is never alone.
-    """
-    rows = np.asarray(vectors, dtype=np.float64)
-    return groups_by_cosine(normalise(rows @ rows.T))
-
-
-def groups_by_cosine(cosines: Vector) -> npt.NDArray[np.int64]:
-    """The same from the matrix of cosines, which is all that it takes; numbers in the order of appearance."""
-    count = len(cosines)
-    if count < 2:
-        return np.zeros(count, dtype=np.int64)
-    # Equal styles must not be told apart by the rounding of their cosines.
-    apart = np.round(cosines, 12)
-    np.fill_diagonal(apart, -np.inf)
-    nearest = apart.argmax(axis=1)
-    # Two with the same nearest are linked through it, so the links to the nearest are enough.
-    links = coo_array((np.ones(count), (np.arange(count), nearest)), shape=(count, count))
-    _, labels = connected_components(links, directed=False)
-    order = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
-    return np.array([order[label] for label in labels.tolist()], dtype=np.int64)
-
-
 class HeldPrototypes(Rule):
     """Class prototypes: the mean over the sites that hold a class (Eq. 4); one with too few keeps its last value."""
 
     needs: ClassVar[Needs] = "totals"
 
-    def __init__(self, *, holders: int) -> None:
-        self._holders = holders
+    def __init__(self, *, classes: int, holders: int) -> None:
+        self._classes, self._holders = classes, holders
 
     def measure(self, update: Tensors) -> Tally:
         (prototypes,) = update.values()
@@ -193,6 +139,12 @@ class HeldPrototypes(Rule):
     def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
         del gram
         return {"held": (totals["present"] >= self._holders).astype(np.float64)}
+
+    def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
+        check_planned(plan, {"held": (self._classes,)})
+        held = plan["held"]
+        demand(np.isin(held, (0, 1)).all(), "a class is neither held nor not")
+        demand(cohort >= self._holders or not held.any(), f"a class is held by {self._holders}, and sites are fewer")
 
     def coefficients(
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
@@ -206,18 +158,29 @@ class HeldPrototypes(Rule):
         held = per_row((summed.coefficient > 0).astype(np.float64), current).bool()
         return torch.where(held, divide(summed), current.double()).float()
 
+    def shown(self) -> Shown:
+        enough = f"held by {self._holders} or more sites" if self._holders > 1 else "held by any site"
+        return Shown(
+            reported="mean feature of every class that it holds",
+            summed=f"mean feature of every class {enough}",
+            server=("how many sites hold each class",),
+            planned=(f"which classes are {enough}",),
+            received=(f"the mean over sites of the mean feature of every class {enough}",),
+        )
+
 
 class StyleGroups(Rule):
     """Style prototypes: the mean style of every group of sites (Eq. 9), in as many rows as there are groups.
 
     Args:
         clusters: ``"finch"`` groups sites by the cosine of their styles; ``"site"`` makes each a group of its own.
+        members: groups of fewer sites join the group that is most alike.
     """
 
     needs: ClassVar[Needs] = "gram"
 
-    def __init__(self, *, clusters: Literal["finch", "site"]) -> None:
-        self._clusters = clusters
+    def __init__(self, *, clusters: Literal["finch", "site"], members: int) -> None:
+        self._clusters, self._members = clusters, members
 
     def blocks(self, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
         return {STYLE: names}
@@ -226,7 +189,13 @@ class StyleGroups(Rule):
         del totals
         cosines = gram[STYLE]
         groups = groups_by_cosine(cosines) if self._clusters == "finch" else np.arange(len(cosines))
-        return {"group": groups.astype(np.float64)}
+        return {"group": join_small(groups, cosines, self._members).astype(np.float64)}
+
+    def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
+        check_planned(plan, {"group": (cohort,)})
+        numbers, sizes = np.unique(plan["group"], return_counts=True)
+        demand(np.array_equal(numbers, np.arange(len(numbers))), "style groups are not numbered from 0")
+        demand(len(numbers) == 1 or sizes.min() >= self._members, f"a style group has less than {self._members} sites")
 
     def coefficients(
         self, name: str, tally: Tally, plan: Mapping[str, Vector], cohort: Sequence[str], me: int
@@ -238,6 +207,15 @@ class StyleGroups(Rule):
     def advance(self, name: str, current: Tensor, summed: Summed, plan: Mapping[str, Vector]) -> Tensor:
         del name, current, plan
         return divide(summed).float()
+
+    def shown(self) -> Shown:
+        enough = f", which has {self._members} or more sites or is the only one" if self._members > 1 else ""
+        return Shown(
+            reported="mean style",
+            summed="mean style of every group of sites",
+            planned=("which sites are in one style group",),
+            received=(f"the mean style of every group{enough}",),
+        )
 
 
 class TwoEncoders(Model):
@@ -291,6 +269,7 @@ class FedCode(Method):
         style: weight of StyCL inside the bracket, for ablations.
         clusters: style groups by FINCH, or one per site, for sites that are known to be different domains.
         holders: how many sites must hold a class before its prototype is made.
+        members: style groups of fewer sites join the group that is most alike to them.
         share_head: average the classifier too, for one complete global model.
         local_norm: keep the semantic encoder's normalisation at its site, as FedBN does.
         style_norm: ``"sain"``, or ``"batch"`` for a style encoder like the semantic one.
@@ -308,6 +287,7 @@ class FedCode(Method):
     style: float = 1.0
     clusters: Literal["finch", "site"] = "finch"
     holders: int = 1
+    members: int = 1
     share_head: bool = False
     local_norm: bool = False
     style_norm: Literal["sain", "batch"] = "sain"
@@ -319,8 +299,13 @@ class FedCode(Method):
                 raise BadInput(f"fedcode: {option} is {value}, and must be a finite number that is not negative")
         if not 0 < self.tau < math.inf:
             raise BadInput(f"fedcode: tau is {self.tau}, and must be a finite number above 0")
-        if self.holders < 1:
-            raise BadInput(f"fedcode: holders is {self.holders}, and must be at least 1")
+        for option in ("holders", "members"):
+            if getattr(self, option) < 1:
+                raise BadInput(f"fedcode: {option} is {getattr(self, option)}, and must be at least 1")
+
+    def under_masks(self, fewest: int) -> Self:
+        """No prototype of fewer sites than that: whoever is in the mean of two knows the other's part."""
+        return replace(self, holders=max(self.holders, fewest), members=max(self.members, fewest))
 
     def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
         plain = super().assemble(task, block, head)
@@ -334,10 +319,10 @@ class FedCode(Method):
             mark_where(model, is_normalisation, parameters=Scope.LOCAL)
 
     def extras(self, task: Task, model: Model) -> Mapping[str, Extra]:
-        features = model.backbone.out_channels
+        classes, features = len(task.classes), model.backbone.out_channels
         return {
-            SEMANTIC: Extra((len(task.classes), features), HeldPrototypes(holders=self.holders)),
-            STYLE: Extra((1, features), StyleGroups(clusters=self.clusters)),
+            SEMANTIC: Extra((classes, features), HeldPrototypes(classes=classes, holders=self.holders)),
+            STYLE: Extra((1, features), StyleGroups(clusters=self.clusters, members=self.members)),
         }
 
     def terms(self, model: Model, trace: Trace, batch: Batch, context: Context) -> dict[str, Tensor]:
