@@ -10,16 +10,23 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT
+from crossward.federation.contract import (
+    CORRECT,
+    LOSS,
+    SAMPLES,
+    SEEN,
+    VALIDATION,
+    VALIDATION_AS_RECEIVED,
+    VALIDATION_CORRECT,
+    VALIDATION_COUNT,
+)
 from crossward.federation.scopes import TensorSpec
 from crossward.flare.jobs import usual_study
 from crossward.flare.outcome import PASSING
 from crossward.flare.progress import _FINAL
 from crossward.methods.registry import available
 from crossward.site.declaration import Declaration
-from crossward.site.messages import SCORES, VALIDATION
-from crossward.site.participant import VALIDATION_AS_RECEIVED
+from crossward.site.messages import SCORES
 from crossward.site.troubles import Code, numbers_of, words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +71,12 @@ ARISES: Mapping[Code, str] = {
     Code.MEMORY: "the site's process, or its GPU, could get no more memory",
     Code.INTERNAL: "the site met an error that is on no list",
     Code.BAD_TASK: "the server's message has an unknown task, a bad run name, or tensors that are not shared",
+    Code.OPEN_JOB: "the site holds the job against `secure_aggregation` of its policy, before it reads an image",
+    Code.SMALL_SUMS: "likewise, against `minimum_sites`",
+    Code.NOT_MASKED: "a step of secure aggregation: a request, a key, a share, a signature or a set of sites is wrong",
+    Code.MASKED_BEFORE: "the site looks into its record of what it masked, before it masks and before it opens",
+    Code.NO_CERTIFICATE: "the site reads its certificate, key and root, before it reads an image",
+    Code.NO_KEYS: "a step of secure aggregation, at a site that has agreed on no keys since its process began",
     Code.DISK_FULL: "the site writes its vault, outbox, result or journal",
     Code.STORAGE: "the same, for any other reason; or a damaged file is read",
     Code.OTHER_VAULT: "the site reads a vault or outbox file of another format or study",
@@ -75,12 +88,20 @@ ARISES: Mapping[Code, str] = {
     Code.SERVER_INTERNAL: "the server met an error that is on no list",
     Code.NOT_RESUMABLE: "the job names a run, and the server has none like it",
     Code.ABORTED: "somebody, or FLARE, ended the job",
+    Code.NO_SUM: "the server asks for a sum, and sites drop out of it or refuse, up to four times",
     Code.GATE: "the gate at the site raised: FLARE sends its mark for a refused filter, and nothing else",
     Code.NOT_DECLARED: "the server holds the answer against the same declaration as the gate",
 }
 """Where every code comes from."""
 
-SAMPLE_NUMBERS: Mapping[str, float] = {"unknown": 3, "images": 328, "seconds": 300, "reports": 1, "needed": 2}
+SAMPLE_NUMBERS: Mapping[str, float] = {
+    "unknown": 3,
+    "images": 328,
+    "seconds": 300,
+    "reports": 1,
+    "sites": 2,
+    "needed": 3,
+}
 """Numbers to show a code's words with."""
 
 
@@ -89,14 +110,24 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
-def _declarations() -> dict[str, Declaration]:
-    return {method: Declaration(usual_study(method)) for method in available()}
+def _declarations(*, secagg: bool = False) -> dict[str, Declaration]:
+    return {method: Declaration(usual_study(method, secagg=secagg)) for method in available()}
 
 
 def answers() -> str:
-    """What may leave in answer to each task: ``Declaration.rows()`` of every method, equal rows put together."""
+    """What may leave in answer to each task, in the open."""
+    return _answers(_declarations())
+
+
+def masked_answers() -> str:
+    """The same, under secure aggregation."""
+    return _answers(_declarations(secagg=True))
+
+
+def _answers(declarations: Mapping[str, Declaration]) -> str:
+    """``Declaration.rows()`` of every method, equal rows put together."""
     senders: dict[tuple[str, str, str], list[str]] = {}
-    for method, declaration in _declarations().items():
+    for method, declaration in declarations.items():
         for row in declaration.rows():
             senders.setdefault((row["task"], row["part"], row["content"]), []).append(method)
     # Python's sort keeps the order of rows() among the parts of a task.
@@ -173,6 +204,7 @@ def _afterwards(code: Code) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "answers": answers,
+    "masked-answers": masked_answers,
     "tensors": tensors,
     "tallies": tallies,
     "validation": validation,

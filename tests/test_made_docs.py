@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from crossward.federation.contract import VALIDATION
 from crossward.methods.registry import available
-from crossward.site.messages import SCORES, VALIDATION
+from crossward.site.messages import SCORES
 from crossward.site.troubles import Code, numbers_of
 from tests.made_tables import ARISES, DOCS, MARKED, MEANING, REWRITE, SAMPLE_NUMBERS, TABLES, rewritten
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console as Screen
@@ -74,7 +75,33 @@ def test_export_takes_the_options_of_a_study(crossward: Command, tmp_path: Path)
     meta, arguments = (json.loads((out / name).read_text()) for name in (META, SERVER))
     assert (meta["min_clients"], meta["resource_spec"]) == (4, {"@default": {"num_of_gpus": 1}})
     arguments = arguments["workflows"][0]["args"]
-    assert (arguments["timing"], arguments["resume"]) == ({"join": 11, "round": 12, "grace": 13}, "run-1")
+    assert arguments["timing"] == {"join": 11, "round": 12, "grace": 13, "step": 30}
+    assert arguments["resume"] == "run-1"
+
+
+@pytest.mark.parametrize(
+    ("given", "masking", "quorum", "started_with"),
+    [
+        ("fedavg", {"bits": 32, "min_sites": 3, "allow_pair": False}, 3, 3),
+        ("fdse", {"bits": 32, "min_sites": 4, "allow_pair": False}, 4, 4),
+        ("fedavg --min-sum 5 --ring-bits 16", {"bits": 16, "min_sites": 5, "allow_pair": False}, 5, 5),
+        ("fedavg --quorum 6", {"bits": 32, "min_sites": 3, "allow_pair": False}, 6, 6),
+        ("fedavg --no-secagg", None, 2, 2),
+        ("fdse --no-secagg", None, 2, 2),
+    ],
+)
+def test_a_job_uses_secure_aggregation_unless_told_otherwise(
+    crossward: Command, tmp_path: Path, given: str, masking: dict[str, Any] | None, quorum: int, started_with: int
+) -> None:
+    done = crossward("job", "export", *given.split(), "--out", tmp_path / "job")
+    assert done.code == 0, done.err
+    options = read_study(tmp_path / "job").options()
+    found = options["masking"]
+    assert masking == (found and {name: found[name] for name in ("bits", "min_sites", "allow_pair")})
+    assert options["quorum"] == quorum
+    assert json.loads((tmp_path / "job" / META).read_text())["min_clients"] == started_with
+    # The last evaluation and the test are sums of a round after the last one.
+    assert not found or found["rounds"] == options["task"]["rounds"] + 1
 
 
 @pytest.mark.parametrize(
@@ -95,6 +122,9 @@ def test_export_takes_the_options_of_a_study(crossward: Command, tmp_path: Path)
         ("fedavg --grace 0", "at least 1 second"),
         ("fedavg --lr nan", "learning_rate"),
         ("fedavg --rounds 0", "rounds"),
+        ("fedavg --ring-bits 20", "--ring-bits 20"),
+        ("fedavg --min-sum 1", "--min-sum 1"),
+        ("fedavg --min-sum 4 --min-sites 3", "--min-sites"),
     ],
 )
 def test_export_refuses_bad_input_and_writes_nothing(

@@ -206,11 +206,11 @@ def test_phantoms_are_drawn_with_held_out_sets_beside_those_of_earlier_versions(
 
     monkeypatch.setattr(command, "write_hospitals", small)
     monkeypatch.setattr(command, "run_on_flare", ran)
-    done = crossward("poc", "--workdir", tmp_path, "--sites", 2, "--seed", 3)
+    done = crossward("poc", "--workdir", tmp_path, "--sites", 2, "--seed", 3, "--no-secagg")
     assert done.code == 0, done.err
     assert written["unseen"] is written["spoiled"] is True
     _, cohort, held_out, study, data, _ = written["ran"]
-    assert study.method.name == "rfeddis"
+    assert (study.method.name, study.masking) == ("rfeddis", None)
     assert list(held_out) == ["unseen scanner", "spoiled"]
     assert list(cohort.sites) == ["hospital-a", "hospital-b"]
     assert (data / "held-out" / "spoiled").is_dir()
@@ -218,10 +218,28 @@ def test_phantoms_are_drawn_with_held_out_sets_beside_those_of_earlier_versions(
 
     # Data without held-out sets: flags come from the hospitals' own test scans only.
     shutil.rmtree(data / "held-out")
-    done = crossward("poc", "--workdir", tmp_path, "--data", data, "--method", "fedbn")
+    done = crossward("poc", "--workdir", tmp_path, "--data", data, "--method", "fedbn", "--no-secagg")
     assert done.code == 0, done.err
     assert written["ran"][2] == {}
     assert written["ran"][3].method.name == "fedbn"
+
+    # Two hospitals are too few for a sum, and nothing is run in the open because of that.
+    del written["ran"]
+    done = crossward("poc", "--workdir", tmp_path, "--data", data, "--method", "fedbn")
+    assert done.code == 2
+    assert "at least 3 hospitals, and there are 2; use more, or --no-secagg" in done.err
+    assert "ran" not in written
+
+
+def test_secure_aggregation_is_what_a_poc_uses(crossward: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(command, "run_on_flare", lambda *words, **options: ran.append(words[3]))
+    write_hospitals(tmp_path / "four", sites=4, patients=48, seed=3)
+    given = ("poc", "--workdir", tmp_path, "--data", tmp_path / "four")
+    for method, more, fewest, bits in (("fedavg", (), 3, 32), ("fdse", ("--ring-bits", 24), 4, 24)):
+        done = crossward(*given, "--method", method, *more)
+        assert done.code == 0, done.err
+        assert (ran[-1].masking.fewest, ran[-1].masking.bits) == (fewest, bits)
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ class Board:
     asked_for_progress: int = 0
 
     def job_folder(self, name: str = "job", **more: Any) -> Path:
-        return export(usual_study("fedavg"), self.folder / name, timing=Timing(), min_sites=2, **more)
+        return export(usual_study("fedavg", secagg=False), self.folder / name, timing=Timing(), min_sites=2, **more)
 
     def submit(self, job: Path) -> str:
         self._answer()

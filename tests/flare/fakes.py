@@ -31,6 +31,7 @@ from nvflare.app_common.decomposers import common_decomposers
 from nvflare.fuel.utils import fobs
 from nvflare.private.privacy_manager import Scope as PrivacyScope
 
+from crossward.federation.contract import VALIDATION
 from crossward.federation.rules import Rule
 from crossward.federation.scopes import Scope, mark_where
 from crossward.flare import names
@@ -38,7 +39,7 @@ from crossward.flare.gate import SiteGate
 from crossward.methods.base import Method, Model, SoftmaxHead, Task
 from crossward.site.declaration import Declaration
 from crossward.site.member import Member
-from crossward.site.messages import EVALUATE, FINISH, JOIN, SCORES, TRAIN, VALIDATION
+from crossward.site.messages import EVALUATE, FINISH, JOIN, SCORES, TRAIN
 from crossward.site.policy import Policy
 from crossward.site.study import Study
 from tests.site.made_up_sites import SITES
@@ -284,7 +285,8 @@ class SiteThread:
         amend: Callable[[str, Message, Message], Message] = lambda task, message, answer: answer,
         **policy: Any,
     ) -> None:
-        self.policy = Policy(data_root=data, state_root=state / name, **policy)
+        rules = {"secure_aggregation": study.masking is not None, **policy}
+        self.policy = Policy(data_root=data, state_root=state / name, **rules)
         self._amend = amend
         self.member = Member(name, study.options(), self.policy, patience=0.0)
         self._interfere = interfere

@@ -19,7 +19,6 @@ from crossward.site.study import Study
 from tests.flare import real
 from tests.flare.real import TIMING, Hospitals, Timing
 
-PROJECT = Path(__file__).resolve().parents[2]
 PACE = replace(real.PACE, first=1.0)
 """A fault has to come while the round that it is meant for goes on, so nothing may be seen late."""
 
@@ -151,54 +150,6 @@ def fill(folder: Path) -> None:
             stream.write(bytes(4096))
 
 
-_HOOK = '''
-import importlib.abc
-import importlib.util
-import sys
-
-sys.path.append({project!r})
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Changes a module when it is imported, so that processes which do not import it lose no time."""
-
-    def __init__(self, name, change):
-        self.name, self.change = name, change
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def changed(module):
-            execute(module)
-            self.change(module)
-
-        spec.loader.exec_module = changed
-        return spec
-
-
-def plant(member):
-    train = member.Member._train
-
-    def planted(self, message):
-        answer = train(self, message)
-        try:
-            name = open({planted!r} + self.name).read()
-        except FileNotFoundError:
-            return answer
-        answer["update"][name] = self._participant._tensors([name])[name].numpy()
-        return answer
-
-    member.Member._train = planted
-
-
-sys.meta_path.insert(0, Finder("crossward.site.member", plant))
-'''
-
-
 @dataclass(frozen=True)
 class Changed:
     """Software that does something else when it is told to.
@@ -215,10 +166,7 @@ def changed_software(hospitals: Hospitals, folder: Path) -> Iterator[Changed]:
     """Start everyone anew with changed software, and with the usual one at the end."""
     changed = Changed(folder / "planted")
     changed.planted.mkdir(parents=True)
-    hook = _HOOK.format(project=str(PROJECT), planted=f"{changed.planted}/")
-    (folder / "sitecustomize.py").write_text(hook, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    with real.recorded_in(folder):
         _start_anew(hospitals)
     try:
         yield changed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from crossward.federation.storage import read_tensors
@@ -27,6 +29,7 @@ SIZE = 16
 BATCH = 8
 WIDTH = 0.0625
 SITES = ("hospital-a", "hospital-b", "hospital-c")
+RECORDER = Path(__file__).parent / "recorder"
 PACE = Pace(poll=0.3, process=6.0, settle=1.0)
 TIMING = Timing(join=120, round=180, grace=6)
 
@@ -39,7 +42,7 @@ Moment = tuple[str, int]
 
 @dataclass
 class Hospitals:
-    """Three small hospitals and the FLARE system around them.
+    """A few small hospitals and the FLARE system around them.
 
     Attributes:
         folder: everything is in here.
@@ -59,7 +62,7 @@ class Hospitals:
         number = self._names.setdefault("job", 0)
         self._names["job"] = number + 1
         folder = self.folder / "jobs" / str(number)
-        return export(study, folder, timing=timing, min_sites=2)
+        return export(study, folder, timing=timing, min_sites=max(2, study.quorum or 0))
 
     def run(
         self,
@@ -99,19 +102,41 @@ class Hospitals:
 
 
 @contextmanager
-def hospitals_in(folder: Path) -> Iterator[Hospitals]:
-    """Make three hospitals, start FLARE around them, and stop everything at the end."""
+def hospitals_in(
+    folder: Path, *, sites: Sequence[str] = SITES, secure_aggregation: bool = False, record: Path | None = None
+) -> Iterator[Hospitals]:
+    """Make hospitals, start FLARE around them, and stop everything at the end.
+
+    Args:
+        folder: for all of it.
+        sites: the hospitals' names.
+        secure_aggregation: whether their kits demand it of every job.
+        record: where processes leave what the recorder sees; they run without it if not given.
+    """
     data = folder / "hospitals"
-    write_hospitals(data, sites=len(SITES), patients=24, seed=5)
+    write_hospitals(data, sites=len(sites), patients=24, seed=5)
     cohort = load(data, size=SIZE, batch_size=BATCH)
-    kits = {site: SiteKit(data_root=data / site, minimum_cell=1) for site in SITES}
+    kits = {
+        site: SiteKit(data_root=data / site, minimum_cell=1, secure_aggregation=secure_aggregation) for site in sites
+    }
     system = LocalSystem.make(folder / "system", kits)
-    system.start()
+    with recorded_in(record):
+        system.start()
     try:
         system.wait_until_ready(120)
         yield Hospitals(folder, system, data, cohort)
     finally:
         system.stop()
+
+
+@contextmanager
+def recorded_in(folder: Path | None) -> Iterator[None]:
+    """Whatever is started meanwhile, and whatever that starts, has the recorder in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if folder is not None:
+            patch.setenv("PYTHONPATH", str(RECORDER), prepend=os.pathsep)
+            patch.setenv("CROSSWARD_RECORDER", str(folder))
+        yield
 
 
 def small_study(

@@ -14,7 +14,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.signal import Signal
 
-from crossward.federation.contract import Payload
+from crossward.federation.contract import VALIDATION, Payload
 from crossward.flare import names
 from crossward.flare.executor import SiteExecutor
 from crossward.flare.gate import SiteGate
@@ -23,6 +23,7 @@ from crossward.site import messages
 from crossward.site.journal import read_journal
 from crossward.site.member import Member
 from crossward.site.messages import EVALUATE, FINISH, JOIN, TRAIN
+from crossward.site.policy import Policy
 from crossward.site.troubles import Code
 from tests.flare.fakes import (
     as_shareable,
@@ -38,12 +39,13 @@ from tests.site.packs import write_packs
 
 STUDY = made_up_study("fedbn", rounds=2)
 ME = SITES[0]
+DEFAULTS = members.Member.__init__.__kwdefaults__
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(members.Member.__init__, "__kwdefaults__", {"patience": 0.0})
+    monkeypatch.setattr(members.Member.__init__, "__kwdefaults__", {**DEFAULTS, "patience": 0.0})
     for variable in (names.DATA_VARIABLE, names.STATE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
@@ -58,7 +60,7 @@ class Process:
 
     def __init__(self, kit: Path, **properties: Any) -> None:
         self.kit = kit
-        self.properties = properties
+        self.properties = {"secure_aggregation": False, **properties}
         self.gate = SiteGate()
         self.executor = SiteExecutor(STUDY.options())
         deploy(kit, STUDY.options())
@@ -107,7 +109,7 @@ def test_a_whole_run_passes_executor_and_gate_and_is_in_the_journal(process: Pro
     ]
     answers = [process.answer(task, message) for task, message in asked]
     assert [answer["code"] for answer in answers] == [0] * 5
-    assert answers[2]["validation"].keys() == set(messages.VALIDATION)
+    assert answers[2]["validation"].keys() == set(VALIDATION)
     assert answers[4]["scores"].keys() == set(messages.SCORES)
     journal = read_journal(process.kit / "state" / "journal.jsonl")
     assert [(entry["task"], entry["left"]) for entry in journal] == [(task, True) for task, _ in asked]
@@ -116,7 +118,8 @@ def test_a_whole_run_passes_executor_and_gate_and_is_in_the_journal(process: Pro
 
 
 def test_what_leaves_is_what_the_member_says(process: Process, tmp_path: Path, packs: Path) -> None:
-    alone = Member(ME, STUDY.options(), members.Policy(data_root=packs, state_root=tmp_path / "alone"))
+    policy = Policy(data_root=packs, state_root=tmp_path / "alone", secure_aggregation=False)
+    alone = Member(ME, STUDY.options(), policy)
     np.testing.assert_equal(process.answer(TRAIN, addressed(1, start())), alone.answer(TRAIN, addressed(1, start())))
     alone.close()
 

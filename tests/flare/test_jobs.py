@@ -57,7 +57,8 @@ def test_there_is_a_job_folder_for_every_method() -> None:
 
 @pytest.mark.parametrize("method", federated_methods())
 def test_the_job_folder_is_what_export_writes(method: str, tmp_path: Path) -> None:
-    written = export(usual_study(method), tmp_path / method, timing=Timing(), min_sites=2)
+    study = usual_study(method)
+    written = export(study, tmp_path / method, timing=Timing(), min_sites=study.quorum)
     assert files(JOBS / method) == files(written), f"write it anew: crossward job export {method} --out jobs/{method}"
 
 
@@ -66,8 +67,10 @@ def test_a_job_is_configuration_only_and_names_allowed_classes_and_no_place(job:
     server, client = load(job, SERVER), load(job, CLIENT)
     assert [flow["path"] for flow in server["workflows"]] == [names.CONTROLLER]
     assert [each["executor"]["path"] for each in client["executors"]] == [names.EXECUTOR]
-    assert client["executors"][0]["tasks"] == ["join", "train", "evaluate", "finish"]
-    assert server["workflows"][0]["args"]["timing"] == {"join": 5, "round": 6, "grace": 7}
+    own = ["join", "train", "evaluate", "finish"]
+    steps = ["roster", "keys", "begin", "contribute", "survivors", "reveal"]
+    assert client["executors"][0]["tasks"] == own + steps
+    assert server["workflows"][0]["args"]["timing"] == {"join": 5, "round": 6, "grace": 7, "step": 30}
     assert server["workflows"][0]["args"]["resume"] == ""
     assert server["server"]["task_request_interval"] == 0.1
     assert load(job, META)["min_clients"] == 3
@@ -84,12 +87,12 @@ def test_flare_takes_the_job_and_keeps_our_notes(job: Path, tmp_path: Path) -> N
 
 
 def test_gpus_are_reserved_at_every_site(tmp_path: Path) -> None:
-    with_two = export(usual_study("fedavg"), tmp_path / "two", timing=Timing(), min_sites=2, gpus=2)
+    with_two = export(usual_study("fedavg"), tmp_path / "two", timing=Timing(), min_sites=3, gpus=2)
     meta = load(with_two, META)
     assert get_resource_manager_spec(meta, "any-hospital") == {"num_of_gpus": 2}
     archive = shutil.make_archive(str(tmp_path / "zipped"), "zip", tmp_path, "two")
     assert JobMetaValidator().validate("two", archive)[:2] == (True, "")
-    without = export(usual_study("fedavg"), tmp_path / "none", timing=Timing(), min_sites=2)
+    without = export(usual_study("fedavg"), tmp_path / "none", timing=Timing(), min_sites=3)
     assert get_resource_manager_spec(load(without, META), "any-hospital") == {}
 
 
@@ -105,13 +108,13 @@ def test_an_occupied_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for name in ("taken", "file"):
         with pytest.raises(BadInput, match="choose another --out"):
-            export(usual_study("fedavg"), tmp_path / name, timing=Timing(), min_sites=2)
+            export(usual_study("fedavg"), tmp_path / name, timing=Timing(), min_sites=3)
     assert files(tmp_path) == {"taken/mine.txt": "mine", "file": "mine"}
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"min_sites": 0}, "--min-sites"), ({"min_sites": 1}, "quorum"), ({"min_sites": 2, "gpus": -1}, "GPUs")],
+    [({"min_sites": 0}, "--min-sites"), ({"min_sites": 2}, "quorum"), ({"min_sites": 3, "gpus": -1}, "GPUs")],
 )
 def test_numbers_that_do_not_fit_are_refused(more: dict[str, int], words: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=words):
@@ -127,7 +130,7 @@ def test_a_time_is_whole_seconds(seconds: Any) -> None:
 
 def test_a_name_that_flare_refuses_is_refused_here(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="my job"):
-        export(usual_study("fedavg"), tmp_path / "my job", timing=Timing(), min_sites=2)
+        export(usual_study("fedavg"), tmp_path / "my job", timing=Timing(), min_sites=3)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_a_job_is_written_anew_from_what_flare_keeps_of_it(job: Path, tmp_path: 
 
 def test_code_or_a_foreign_class_in_a_job_is_found_before_it_is_submitted(tmp_path: Path) -> None:
     study = usual_study("fedavg")
-    job = export(study, tmp_path / "job", timing=Timing(), min_sites=2)
+    job = export(study, tmp_path / "job", timing=Timing(), min_sites=3)
     assert read_study(job) == study
     (job / "app" / "custom").mkdir()
     with pytest.raises(BadInput, match="carries code"):

@@ -170,7 +170,14 @@ def test_every_result_of_a_site_passes_the_gate(kits: Path) -> None:
             "scopes": [
                 {
                     "name": names.SCOPE,
-                    "properties": {"data_root": "", "state_root": "", "publish_scores": True, "minimum_cell": 10},
+                    "properties": {
+                        "data_root": "",
+                        "state_root": "",
+                        "publish_scores": True,
+                        "minimum_cell": 10,
+                        "secure_aggregation": True,
+                        "minimum_sites": 3,
+                    },
                     "task_data_filters": [],
                     "task_result_filters": [{"path": names.GATE, "args": {}}],
                 }
@@ -264,12 +271,21 @@ def test_one_machine_gets_what_hospitals_get() -> None:
 
 
 def test_a_project_file_keeps_what_was_said(tmp_path: Path) -> None:
-    site = SiteKit(data_root=tmp_path / "images", publish_scores=False, minimum_cell=5, gpus=2, gpu_memory=16)
+    site = SiteKit(
+        data_root=tmp_path / "images",
+        publish_scores=False,
+        minimum_cell=5,
+        gpus=2,
+        gpu_memory=16,
+        secure_aggregation=False,
+        minimum_sites=5,
+    )
     write_project(tmp_path / "p.yml", name="x", sites={"a": site}, host="localhost", port=20001)
     server, client, admin = load_yaml(str(tmp_path / "p.yml"))["participants"]
     assert (server["default_host"], server["fed_learn_port"], server["admin_port"]) == ("localhost", 20001, 20001)
     assert client["data_root"] == str(tmp_path / "images")
     assert (client["publish_scores"], client["minimum_cell"]) == (False, 5)
+    assert (client["secure_aggregation"], client["minimum_sites"]) == (False, 5)
     assert client["capacity"] == {"num_of_gpus": 2, "mem_per_gpu_in_GiB": 16}
     assert admin["role"] == "project_admin"
 
@@ -290,6 +306,10 @@ def test_a_site_name_that_flare_cannot_take_is_refused(name: str) -> None:
         ({"publish_scores": "no"}, "true or false"),
         ({"minimum_cell": 0}, "whole number"),
         ({"minimum_cell": True}, "whole number"),
+        ({"secure_aggregation": "off"}, "true or false"),
+        ({"secure_aggregation": 0}, "true or false"),
+        ({"minimum_sites": 1}, "whole number from 2"),
+        ({"minimum_sites": 3.0}, "whole number from 2"),
     ],
 )
 def test_a_setting_that_would_not_do_what_it_says_is_refused(entry: dict[str, Any], said: str) -> None:

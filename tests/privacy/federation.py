@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 import numpy as np
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from numpy.typing import NDArray
 
 from crossward.privacy.secagg.binding import Binding
@@ -20,42 +15,10 @@ from crossward.privacy.secagg.memory import Forgetful
 from crossward.privacy.secagg.server import Attempt, SecureServer
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import SecureSite
+from crossward.privacy.secagg.throwaway import Authority
 
 JOB = "job-1"
 MODEL = "a" * 64
-
-
-class Authority:
-    """A root certificate and those that it issues."""
-
-    def __init__(self) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._certificate = self._issue("root", self._key.public_key(), ca=True)
-        self.roots = self._certificate.public_bytes(serialization.Encoding.PEM)
-
-    def _issue(self, name: str, key: ec.EllipticCurvePublicKey, *, ca: bool, days: int = 1) -> x509.Certificate:
-        now = datetime.now(UTC)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "root")])
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(issuer)
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=2))
-            .not_valid_after(now + timedelta(days=days))
-            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
-
-    def identity(self, name: str, *, days: int = 1) -> Identity:
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._issue(name, key.public_key(), ca=False, days=days)
-        pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return Identity(certificate.public_bytes(serialization.Encoding.PEM), pem)
 
 
 @lru_cache(maxsize=1)

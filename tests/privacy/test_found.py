@@ -14,6 +14,7 @@ from crossward.privacy.secagg import canonical
 from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.secagg.canonical import Malformed, decode, encode
 from crossward.privacy.secagg.keys import sign
+from crossward.privacy.secagg.masks import remove_pads
 from crossward.privacy.secagg.memory import AlreadyUsed
 from crossward.privacy.secagg.messages import REVEAL, SHARE
 from crossward.privacy.secagg.ring import Ring
@@ -358,9 +359,9 @@ def test_pads_are_removed_once_and_only_where_there_are_any() -> None:
     federation = Federation.of(sites)
     attempt = run_round(federation, binding(sites), _vectors(sites), slots={sites[0]: slice(0, WORDS)})
     slot = attempt.sum.copy()
-    federation.sites[sites[0]].remove_pads(slot)
+    remove_pads(slot, federation.sites[sites[0]].take_pads())
     with suppress(PrivacyRefusal):
-        federation.sites[sites[0]].remove_pads(slot)
+        remove_pads(slot, federation.sites[sites[0]].take_pads())
     np.testing.assert_array_equal(slot, 111)
     with pytest.raises(PrivacyRefusal):
-        federation.sites[sites[1]].remove_pads(attempt.sum.copy())
+        remove_pads(attempt.sum.copy(), federation.sites[sites[1]].take_pads())

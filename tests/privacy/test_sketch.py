@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossward.federation.blocks import merge_blocks, smallest_block
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.sketch import (
     WIDTH,
     gaussian,
     gram,
-    merge_blocks,
     rotation,
     sketch,
-    smallest_block,
 )
 
 KEY = bytes(range(32))

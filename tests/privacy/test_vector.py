@@ -12,6 +12,7 @@ from crossward.federation.combine import combine_spooled, next_state, spool
 from crossward.federation.contract import ALL, Share
 from crossward.federation.errors import PrivacyRefusal
 from crossward.methods import Task, available
+from crossward.privacy.secagg.masks import remove_pads
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.vector import VectorLayout
 from tests.privacy.federation import Federation, binding, run_round
@@ -111,7 +112,7 @@ def test_every_method_gives_the_open_server_s_model_under_masks(name: str, tmp_p
         after.tensors[tensor] = algebra.next_value(tensor, state, ALL, summed, plan)
     for site, where in layout.slots.items():
         own = attempt.sum.copy()
-        federation.sites[site].remove_pads(own[where])
+        remove_pads(own[where], federation.sites[site].take_pads())
         for tensor, summed in layout.sums(own, limits, slot=site):
             after.personal.setdefault(site, {})[tensor] = algebra.next_value(tensor, state, site, summed, plan)
         scrambled = dict(layout.sums(attempt.sum, limits, slot=site))

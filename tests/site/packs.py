@@ -48,7 +48,9 @@ def carried(message: Any) -> Any:
         return {str(key): carried(value) for key, value in message.items()}
     if isinstance(message, np.ndarray):
         return np.frombuffer(message.tobytes(), dtype=message.dtype).reshape(message.shape)
-    assert message is None or type(message) in (int, float, str), type(message)
+    if isinstance(message, list):
+        return [carried(value) for value in message]
+    assert message is None or type(message) in (int, float, str, bytes), type(message)
     return message
 
 

@@ -84,7 +84,7 @@ def made(tmp_path: Path, packs: Path) -> Iterator[Callable[..., Member]]:
     members: list[Member] = []
 
     def make(study: Study | None = None, *, name: str = ME, data: Path | None = packs, **policy: Any) -> Member:
-        settings = {"state_root": tmp_path / "state" / name, **policy}
+        settings = {"state_root": tmp_path / "state" / name, "secure_aggregation": False, **policy}
         study = study or made_up_study()
         members.append(Member(name, study.options(), Policy(data_root=data, **settings), patience=0.0))
         return members[-1]
@@ -196,7 +196,8 @@ def test_phantom_hospitals_driven_by_messages_equal_the_run_in_process_bit_for_b
     expected = simulate(cohort, study, tmp_path / "sim", jobs=1)
     # One site has a folder of its own, as a hospital has; the other finds itself by name in a folder of all.
     roots = {names[0]: data / names[0], names[1]: data}
-    policies = {name: Policy(data_root=roots[name], state_root=tmp_path / name, minimum_cell=0) for name in names}
+    rules = {"minimum_cell": 0, "secure_aggregation": False}
+    policies = {name: Policy(data_root=roots[name], state_root=tmp_path / name, **rules) for name in names}
     members = {name: Member(name, study.options(), policies[name]) for name in names}
     server = Server(study, members, tmp_path / "server")
     server.run()

@@ -78,9 +78,9 @@ def test_a_payload_arrives_as_it_was_sent() -> None:
 
 def test_the_common_start_has_no_plan_and_no_best_round() -> None:
     packed = pack_payload(Payload(0, {}))
-    assert packed == {"model_round": 0, "best_round": None, "plan": "", "tensors": {}}
+    assert packed == {"model_round": 0, "best_round": None, "plan": "", "sealed": {}, "tensors": {}}
     back = unpack_payload(packed)
-    assert (back.round_number, back.best_round, back.plan) == (0, None, None)
+    assert (back.round_number, back.best_round, back.plan, back.sealed) == (0, None, None, None)
 
 
 @given(st.dictionaries(st.text(max_size=8), FINITE, max_size=3), st.dictionaries(st.text(max_size=8), FINITE))

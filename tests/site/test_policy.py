@@ -12,7 +12,15 @@ from crossward.site.troubles import Code, Refusal
 
 KIT = Path("/kits/alder")
 WHOLE = {"data_root": "/data/films", "state_root": "/var/state", "publish_scores": False, "minimum_cell": 25}
-KINDS = {"data_root": str, "state_root": str, "publish_scores": bool, "minimum_cell": int}
+KINDS = {
+    "data_root": str,
+    "state_root": str,
+    "publish_scores": bool,
+    "minimum_cell": int,
+    "secure_aggregation": bool,
+    "minimum_sites": int,
+}
+LEAST = {"minimum_cell": 0, "minimum_sites": 2}
 
 
 def test_what_the_administrator_set_is_what_counts() -> None:
@@ -57,6 +65,12 @@ def test_the_environment_goes_before_the_kit_where_it_says_something() -> None:
         ("minimum_cell", True),
         ("minimum_cell", None),
         ("minimum_cell", -1),
+        ("secure_aggregation", "no"),
+        ("secure_aggregation", 0),
+        ("secure_aggregation", None),
+        ("minimum_sites", 1),
+        ("minimum_sites", 3.0),
+        ("minimum_sites", True),
         ("data_root", None),
         ("data_root", ["/data"]),
         ("data_root", 7),
@@ -76,7 +90,7 @@ VALUES = st.none() | st.booleans() | st.integers(-3, 30) | st.floats() | st.text
 @given(st.dictionaries(st.sampled_from([*KINDS, "other"]) | st.text(max_size=5), VALUES))
 def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]) -> None:
     understood = all(
-        name in KINDS and type(value) is KINDS[name] and (name != "minimum_cell" or value >= 0)
+        name in KINDS and type(value) is KINDS[name] and (name not in LEAST or value >= LEAST[name])
         for name, value in properties.items()
     )
     if not understood:
@@ -86,3 +100,5 @@ def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]
     policy = Policy.from_properties(properties, kit=KIT)
     assert policy.publish_scores is properties.get("publish_scores", True)
     assert policy.minimum_cell == properties.get("minimum_cell", 10)
+    assert policy.secure_aggregation is properties.get("secure_aggregation", True)
+    assert policy.minimum_sites == properties.get("minimum_sites", 3)

@@ -9,12 +9,12 @@ import torch
 from made_up_sites import CPU, WIDE, made_up_cohort, made_up_participant, made_up_split, made_up_study, made_up_task
 from torch import nn
 
+from crossward.federation.contract import VALIDATION_AS_RECEIVED
 from crossward.imaging.data import Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Model
 from crossward.methods.registry import create
 from crossward.site.inprocess import simulate
-from crossward.site.participant import VALIDATION_AS_RECEIVED
 from crossward.site.trainer import REFRESH_BATCH, refreshed
 
 SEED = 5

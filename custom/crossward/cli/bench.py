@@ -17,6 +17,7 @@ from crossward.cli import (
     bench_efficiency,
     bench_flare,
     bench_ingest,
+    bench_secagg,
     bench_skew,
     bench_table,
     bench_trace,
@@ -346,6 +347,9 @@ def ingest(
     """
     rows = bench_ingest.run(site, size=size, processes=processes)
     show(rows, title=f"DICOM to cached pictures of {size} px", as_json=as_json, markdown=markdown)
+
+
+app.command("secagg")(bench_secagg.secagg)
 
 
 def _metrics(text: str) -> list[str]:

@@ -25,17 +25,21 @@ from crossward.cli.study_options import (
     HeadName,
     LearningRate,
     MethodOptions,
+    MinSum,
     NetName,
     NormName,
     Participation,
+    RingBits,
     Rounds,
     Schedule,
+    Secagg,
     Seed,
     Size,
     Steps,
     Width,
     check_choices,
     check_folder,
+    masked,
     parse_names,
     parse_options,
 )
@@ -56,6 +60,7 @@ from crossward.flare.jobs import export as export_job
 from crossward.flare.outcome import FINISHED
 from crossward.flare.watch import Event, Outcome, follow
 from crossward.methods import Task, create
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.participant import Plugs
 from crossward.site.study import Study
 from crossward.site.trainer import Training
@@ -103,8 +108,11 @@ def export(
     quorum: Annotated[int, typer.Option(help="Reports that a round needs; 0: all the invited.")] = SMALLEST_FEDERATION,
     min_sites: Annotated[
         int | None,
-        typer.Option(help="Sites that must be connected to start; the quorum, and at least 2, if not given."),
+        typer.Option(help="Sites that must be connected to start; the quorum, and enough for a sum, if not given."),
     ] = None,
+    secagg: Secagg = True,
+    min_sum: MinSum = Settings.min_sites,
+    ring_bits: RingBits = Settings.bits,
     gpus: Annotated[int, typer.Option(help="GPUs that every site reserves for the job.")] = 0,
     join_timeout: Annotated[int, typer.Option(help="Seconds for sites to read their images and join.")] = Timing.join,
     round_timeout: Annotated[int, typer.Option(help="Seconds for a round, at the longest.")] = Timing.round,
@@ -146,7 +154,10 @@ def export(
         quorum=quorum or None,
     )
     timing = Timing(join=join_timeout, round=round_timeout, grace=grace)
-    needed = max(SMALLEST_FEDERATION, quorum) if min_sites is None else min_sites
+    if secagg:
+        study = masked(study, min_sum=min_sum, ring_bits=ring_bits)
+    fewest = study.masking.fewest if study.masking else SMALLEST_FEDERATION
+    needed = max(fewest, quorum) if min_sites is None else min_sites
     export_job(study, out, timing=timing, min_sites=needed, gpus=gpus, resume=resume)
     _say(f"Job folder: {out}. Next: crossward job submit {out} --kit KIT --watch")
 

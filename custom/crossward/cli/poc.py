@@ -24,8 +24,8 @@ from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
 from crossward.cli.show import show_cohort
 from crossward.cli.simulate import INTERRUPTED
-from crossward.cli.study_options import MethodOptions, Rounds, check_folder, parse_options
-from crossward.federation.errors import RunFailure
+from crossward.cli.study_options import MethodOptions, RingBits, Rounds, Secagg, check_folder, masked, parse_options
+from crossward.federation.errors import BadInput, RunFailure
 from crossward.flare.console import Console
 from crossward.flare.explain import explain
 from crossward.flare.jobs import Timing, export
@@ -36,6 +36,7 @@ from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.imaging.phantom import is_whole, write_hospitals
 from crossward.methods import create
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.gathered import alone, gathered
 from crossward.site.study import Study
 
@@ -54,6 +55,8 @@ def poc(
     workdir: Annotated[Path, typer.Option(help="Where phantoms and runs are kept.")] = Path("runs"),
     option: MethodOptions = None,
     seed: Annotated[int, typer.Option(help="The same seed, the same result.")] = 0,
+    secagg: Secagg = True,
+    ring_bits: RingBits = Settings.bits,
     compare: Annotated[bool, typer.Option(help="Also train every hospital alone, for comparison.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system up, and say how to use it.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Only stop what earlier runs left up in --workdir.")] = False,
@@ -88,9 +91,22 @@ def poc(
     show_cohort(screen, cohort)
     clock.lap("images")
     study = Study.usual(chosen, cohort, rounds=rounds, seed=seed, quorum=len(cohort.sites) // 2 + 1)
+    if secagg:
+        study = _summed_only(study, len(cohort.sites), ring_bits)
     out = workdir / f"poc-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     with interruptible(), poc_systems.claimed(out):
         run_on_flare(screen, cohort, held_out, study, data.absolute(), out, clock=clock, keep=keep, compare=compare)
+
+
+def _summed_only(study: Study, sites: int, ring_bits: int) -> Study:
+    """The study under secure aggregation, where there are sites enough for it."""
+    found = masked(study, ring_bits=ring_bits)
+    if found.masking is not None and sites < found.masking.fewest:
+        raise BadInput(
+            f"{study.method.name} under secure aggregation takes at least {found.masking.fewest} hospitals, and there "
+            f"are {sites}; use more, or --no-secagg"
+        )
+    return found
 
 
 class Clock:
@@ -140,7 +156,11 @@ def run_on_flare(
 ) -> None:
     """Make kits, start, run the job, show the result; whatever happens, no process stays behind unless asked."""
     kits = {
-        name: SiteKit(data_root=data / name if (data / name).is_dir() else data, state_root=out / "sites" / name)
+        name: SiteKit(
+            data_root=data / name if (data / name).is_dir() else data,
+            state_root=out / "sites" / name,
+            secure_aggregation=study.masking is not None,
+        )
         for name in cohort.sites
     }
     system = LocalSystem.make(out / "system", kits)
@@ -172,8 +192,10 @@ def run_on_flare(
 
 def _run_job(screen: Screen, system: LocalSystem, study: Study, out: Path) -> Outcome:
     job = export(study, out / "job", timing=_TIMING, min_sites=study.quorum or 1)
+    protected = "with secure aggregation" if study.masking else "without secure aggregation: the server sees updates"
     screen.print(
-        f"Training together with {study.method.title} ({study.method.name}), {study.task.rounds} rounds, on FLARE",
+        f"Training together with {study.method.title} ({study.method.name}), {study.task.rounds} rounds, on FLARE, "
+        f"{protected}",
         soft_wrap=True,
     )
     with (

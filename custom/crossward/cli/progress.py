@@ -89,11 +89,10 @@ class RoundDisplay:
         self._bar.update(self._task, description=f"round {event.round_number} of {self._rounds}")
 
     def _on_trained(self, event: Event) -> None:
-        figures = event.figures or {}
+        loss = (event.figures or {})["loss"]
+        told = "trained" if loss is None else f"loss {loss:.3f}"
         self._bar.update(
-            self._task,
-            advance=1,
-            description=f"round {event.round_number} of {self._rounds}: {event.site} loss {figures['loss']:.3f}",
+            self._task, advance=1, description=f"round {event.round_number} of {self._rounds}: {event.site} {told}"
         )
 
     def _on_failed(self, event: Event) -> None:
@@ -104,9 +103,10 @@ class RoundDisplay:
         figures = event.figures or {}
         sites = " ".join(f"{name} {_percent(fact['val_accuracy'])}" for name, fact in figures["sites"].items())
         seconds = figures.get("seconds", time.monotonic() - self._began)
+        each = f"({sites})" if sites else "(all sites together)"
         self._say(
             f"round {event.round_number:>3}/{self._rounds}  validation {_percent(figures['val_accuracy'])}"
-            f"  ({sites})  {seconds:.1f} s"
+            f"  {each}  {seconds:.1f} s"
         )
 
     def _say(self, line: str, *, style: str = "") -> None:

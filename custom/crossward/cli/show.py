@@ -70,11 +70,16 @@ def show_personal(console: Console, result: Mapping[str, Any]) -> None:
     sent: Mapping[str, str] = result.get("personal") or {}
     if not sent:
         return
-    table = Table(title="personal tensors, by their SHA-256: every hospital its own", box=box.SIMPLE_HEAD)
-    for heading in ("hospital", "sent by the server", "received"):
+    sealed = bool((result.get("privacy") or {}).get("secagg"))
+    what = "sealed at the server, read at the hospital" if sealed else "every hospital its own"
+    table = Table(title=f"personal tensors, by their SHA-256: {what}", box=box.SIMPLE_HEAD)
+    for heading in ("hospital", "sent by the server", "read as" if sealed else "received"):
         table.add_column(heading)
     for name, site in result["sites"].items():
         got = site.get("personal")
+        if sealed:
+            table.add_row(Text(name), sent.get(name, "")[:16], (got or "")[:16])
+            continue
         same = "not told" if got is None else "the same" if got == sent.get(name, got) else f"other: {got[:16]}"
         table.add_row(Text(name), sent[name][:16] if name in sent else "the common start", same)
     console.print(table)

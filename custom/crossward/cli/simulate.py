@@ -24,23 +24,28 @@ from crossward.cli.study_options import (
     HeadName,
     LearningRate,
     MethodOptions,
+    MinSum,
     NetName,
     NormName,
     Participation,
+    RingBits,
     Rounds,
     Schedule,
+    Secagg,
     Seed,
     Size,
     Steps,
     Width,
     check_choices,
     check_folder,
+    masked,
     parse_names,
     parse_options,
 )
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.methods import Task, create
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
 from crossward.site.runfolder import check_free
@@ -78,6 +83,9 @@ def simulate(
     quorum: Annotated[
         int | None, typer.Option(help="Reports that a round needs; all the invited if not given.")
     ] = None,
+    secagg: Secagg = False,
+    min_sum: MinSum = Settings.min_sites,
+    ring_bits: RingBits = Settings.bits,
     jobs: Annotated[int | None, typer.Option(help="Sites that train at once; one per core if not given.")] = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Go on with one-class or tiny sites.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -145,6 +153,8 @@ def simulate(
         participation=participation,
         quorum=quorum,
     )
+    if secagg:
+        study = masked(study, min_sum=min_sum, ring_bits=ring_bits)
     result = run_study(console, cohort, held_out, study, out, resume=resume, jobs=jobs, diagnostics=diagnostics)
     if as_json:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))

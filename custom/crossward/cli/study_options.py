@@ -12,6 +12,9 @@ import typer
 
 from crossward.federation.errors import BadInput
 from crossward.methods.base import BLOCKS, HEADS, Net, Task
+from crossward.privacy.secagg.ring import Bits
+from crossward.privacy.secagg.settings import Settings
+from crossward.site.study import Study
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds to run.")]
 MethodOptions = Annotated[list[str] | None, typer.Option("--option", "-o", help="Option of the method, as mu=0.1.")]
@@ -30,6 +33,11 @@ NetName = Annotated[str, typer.Option("--net", help="resnet, or alexnet (images 
 Depth = Annotated[int, typer.Option(help="ResNet-10 or ResNet-18.")]
 Width = Annotated[float, typer.Option(help="Width of the net; 1 is 64-128-256-512.")]
 NormName = Annotated[str, typer.Option("--norm", help="batch or group.")]
+Secagg = Annotated[
+    bool, typer.Option("--secagg/--no-secagg", help="Secure aggregation: the server sees sums over sites only.")
+]
+MinSum = Annotated[int, typer.Option("--min-sum", help="Fewest sites in a sum, under secure aggregation.")]
+RingBits = Annotated[int, typer.Option(help="Bits a number takes under secure aggregation: 32, 24 or 16.")]
 Participation = Annotated[float, typer.Option(help="Part of the sites invited to a round.")]
 
 
@@ -75,6 +83,16 @@ def check_choices(
             raise BadInput(f"--{name} {value} is not there; there is: {', '.join(str(each) for each in known if each)}")
     if not 0 < width <= 4:
         raise BadInput(f"--width {width} is not above 0 and at most 4")
+
+
+def masked(study: Study, *, min_sum: int = Settings.min_sites, ring_bits: int = Settings.bits) -> Study:
+    """A study under secure aggregation, with the options that its method then demands."""
+    if ring_bits not in get_args(Bits):
+        raise BadInput(f"--ring-bits {ring_bits} is not there; there is: 32, 24, 16")
+    if min_sum < 2:
+        raise BadInput(f"--min-sum {min_sum} is not at least 2: a sum over one site is that site's part")
+    bits: Any = ring_bits
+    return study.masked(Settings(bits=bits, min_sites=min_sum, allow_pair=min_sum == 2))
 
 
 def check_folder(out: Path) -> None:

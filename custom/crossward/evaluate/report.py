@@ -25,20 +25,15 @@ from crossward.evaluate.plots import (
 )
 from crossward.evaluate.report_features import feature_pages
 from crossward.evaluate.report_flags import flagged_scans
+from crossward.evaluate.report_privacy import privacy_page
 from crossward.evaluate.report_transfer import transfer_section
 from crossward.evaluate.table import AS_RECEIVED, percent, ratio, site_sheet
 from crossward.federation.storage import atomic_file
 
 _SAMPLES_SHOWN = 8  # pictures per hospital
 _ROUNDS_OPEN = 16  # longer lists of rounds start folded
-
-_SECAGG_ON = "The server saw only the sum of the hospitals' contributions, never one hospital's own."
-_SECAGG_OFF = "The server could read every hospital's update. An update can give away facts about the images behind it."
-_DP_ON = (
-    "Noise limits what anyone can learn about a single training image from all that was sent. "
-    "Epsilon measures the limit: smaller is safer."
-)
-_DP_OFF = "No mathematical limit was set on what the model or the updates tell about a single training image."
+_TOOK_PART = ("reported", "summed")
+_ALL = "all hospitals"
 
 # Inside this page nothing is fetched and nothing runs, even if something slipped through the escaping.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -86,7 +81,7 @@ def _sections(
     yield transfer_section(result)
     yield feature_pages(result, pictures)
     yield _samples(result, samples)
-    yield _privacy(result["privacy"])
+    yield privacy_page(result)
     yield _rounds(result)
     yield _repeat(result)
     yield tag(
@@ -208,20 +203,31 @@ def _per_class(result: Mapping[str, Any]) -> Html:
 def _progress(result: Mapping[str, Any]) -> Html:
     if not result["rounds"]:
         return Html()
-    charts = [tag("figure", tag("h3", site), rounds_chart(result, site)) for site in result["sites"]]
+    summed = any("sums" in entry for entry in result["rounds"])
+    shown = _together(result) if summed else result
+    charts = [tag("figure", tag("h3", site), rounds_chart(shown, site)) for site in shown["sites"]]
     best = result.get("best_round")
     chosen = f" Round {best} was chosen on these images, never on test images." if best is not None else ""
+    measured = (
+        "Measured on all hospitals' validation images together after every round: single hospitals' figures do not "
+        "leave them under secure aggregation."
+        if summed
+        else "Measured on each hospital's validation images after every round."
+    )
+    others = {} if summed else {"grey": "the other hospitals"}
+    line = "all hospitals" if summed else "this hospital"
     return join(
         tag("h2", "Accuracy by round"),
-        tag(
-            "p",
-            "Measured on each hospital's validation images after every round.",
-            chosen,
-            " A gap is a round without a report.",
-        ),
-        legend(line="this hospital", dash="as received", grey="the other hospitals", best="chosen round"),
+        tag("p", measured, chosen, " A gap is a round without a report."),
+        legend(line=line, dash="as received", **others, best="chosen round"),
         tag("div", *charts, class_="charts"),
     )
+
+
+def _together(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A run whose rounds are known as sums, as if all hospitals were one."""
+    rounds = [{"round": entry["round"], "sites": {_ALL: entry.get("sums") or {}}} for entry in result["rounds"]]
+    return {"rounds": rounds, "sites": {_ALL: {}}, "best_round": result.get("best_round")}
 
 
 def _alone(result: Mapping[str, Any]) -> Html:
@@ -264,25 +270,6 @@ def _samples(result: Mapping[str, Any], samples: Mapping[str, npt.NDArray[np.uin
     )
 
 
-def _privacy(privacy: Mapping[str, Any]) -> Html:
-    entries = [
-        tag("dt", "Scans"),
-        tag("dd", "No scan is part of a round: hospitals send model updates and counts."),
-        tag("dt", "Secure aggregation"),
-        tag("dd", _state(privacy["secagg"]), _SECAGG_ON if privacy["secagg"] else _SECAGG_OFF),
-        tag("dt", "Differential privacy"),
-        tag("dd", _state(privacy["dp"]), _DP_ON if privacy["dp"] else _DP_OFF),
-    ]
-    spent = [f"{site} {value:.3g}" for site, value in (privacy["epsilon"] or {}).items() if value is not None]
-    if spent or privacy["dp"]:
-        entries += [tag("dt", "Epsilon spent"), tag("dd", ", ".join(spent) or "not recorded")]
-    return join(tag("h2", "What was protected"), tag("dl", *entries))
-
-
-def _state(on: Any) -> Html:
-    return tag("span", "ON" if on else "OFF", class_="state on" if on else "state")
-
-
 def _rounds(result: Mapping[str, Any]) -> Html:
     if not result["rounds"]:
         return Html()
@@ -290,14 +277,14 @@ def _rounds(result: Mapping[str, Any]) -> Html:
     for entry in result["rounds"]:
         best = entry["round"] == result["best_round"]
         status = {name: site.get("status") for name, site in entry["sites"].items()}
-        missing = ", ".join(f"{name} ({value})" for name, value in status.items() if value != "reported") or "–"
+        missing = ", ".join(f"{name} ({value})" for name, value in status.items() if value not in _TOOK_PART) or "–"
         rows.append(
             _row(
                 f"{entry['round']}{' (chosen)' if best else ''}",
                 _duration(entry.get("seconds")),
                 _size(entry.get("bytes_up")),
                 _size(entry.get("bytes_down")),
-                f"{sum(value == 'reported' for value in status.values())} of {len(status)}",
+                f"{sum(value in _TOOK_PART for value in status.values())} of {len(status)}",
                 tag("td", missing, class_="words"),
                 class_="best" if best else "plain",
             )

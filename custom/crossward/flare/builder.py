@@ -23,7 +23,14 @@ STORAGE: Final = "storage"
 # file, and the path is made a real one at once, so a kit works wherever it is unpacked.
 HERE: Final = "/proc/self/cwd"
 
-PROPERTIES: Final[Mapping[str, Any]] = {"data_root": "", "state_root": "", "publish_scores": True, "minimum_cell": 10}
+PROPERTIES: Final[Mapping[str, Any]] = {
+    "data_root": "",
+    "state_root": "",
+    "publish_scores": True,
+    "minimum_cell": 10,
+    "secure_aggregation": True,
+    "minimum_sites": 3,
+}
 """What a hospital's entry in project.yml may say about its scope, and what holds where it says nothing."""
 
 # No role has these, whatever category they belong to: code in a job, files and settings of a machine by remote
@@ -171,11 +178,12 @@ def _properties(client: Participant) -> dict[str, Any]:
         place = found[key]
         if not isinstance(place, str) or (place and not Path(place).is_absolute()):
             raise BadInput(f"{client.name}: {key} '{place}' is not a full path; write it from /, or leave it empty")
-    if not isinstance(found["publish_scores"], bool):
-        raise BadInput(f"{client.name}: publish_scores is true or false, not '{found['publish_scores']}'")
-    cell = found["minimum_cell"]
-    if isinstance(cell, bool) or not isinstance(cell, int) or cell < 1:
-        raise BadInput(f"{client.name}: minimum_cell '{cell}' is not a whole number from 1")
+    for key in ("publish_scores", "secure_aggregation"):
+        if not isinstance(found[key], bool):
+            raise BadInput(f"{client.name}: {key} is true or false, not '{found[key]}'")
+    for key, least in (("minimum_cell", 1), ("minimum_sites", 2)):
+        if isinstance(found[key], bool) or not isinstance(found[key], int) or found[key] < least:
+            raise BadInput(f"{client.name}: {key} '{found[key]}' is not a whole number from {least}")
     return found
 
 

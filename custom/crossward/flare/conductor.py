@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
-from crossward.federation.contract import Report, Vector
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT, Coordinator
+from crossward.federation.contract import (
+    VALIDATION_AS_RECEIVED,
+    VALIDATION_CORRECT,
+    VALIDATION_COUNT,
+    Report,
+    State,
+    Vector,
+)
+from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import PrivacyRefusal, RunFailure, StorageFailure
 from crossward.flare.jobs import Timing
 from crossward.flare.phase import Answer, Outcome, Patience, Phase
@@ -25,7 +32,6 @@ from crossward.site import messages
 from crossward.site.declaration import Declaration
 from crossward.site.figures import figures_of, nbytes, share
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN
-from crossward.site.participant import VALIDATION_AS_RECEIVED
 from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
@@ -91,7 +97,12 @@ class Conductor:
         self._last_evaluation()
         return self._finish()
 
-    def _join(self) -> None:
+    def privacy(self) -> dict[str, Any]:
+        """What the result says about how the run was protected."""
+        return {"secagg": False}
+
+    def _start(self) -> tuple[int, int]:
+        """Say that the run begins; gives the round it stands at, and how many sites it takes to begin."""
         coordinator = self._coordinator
         number, resumed = coordinator.state.round_number, coordinator.checkpoint_path.exists()
         sites = list(coordinator.sites)
@@ -99,9 +110,12 @@ class Conductor:
             "started", number, run=self._run, sites=sites, rounds=coordinator.rounds,
             resumed_after=number if resumed else None,
         )  # fmt: skip
-        enough = coordinator.quorum if resumed else len(sites)
+        return number, coordinator.quorum if resumed else len(sites)
+
+    def _join(self) -> None:
+        number, enough = self._start()
         patience = Patience(longest=self._timing.join, grace=self._timing.grace, enough=enough)
-        asked = {site: (JOIN, self._address(number)) for site in sites}
+        asked = {site: (JOIN, self._address(number)) for site in self._coordinator.sites}
 
         def take(site: str, answer: Answer) -> None:
             self._checked(JOIN, answer)
@@ -109,10 +123,7 @@ class Conductor:
 
         outcome = self._exchange(asked, patience, number, take, refused="refused")
         if len(outcome.answered) < enough:
-            site, refusal = next(iter(outcome.refused.items()), (None, None))
-            if refusal is None:
-                site, refusal = outcome.absent[0], Refusal(Code.NO_ANSWER, seconds=outcome.waited)
-            raise Refusal(refusal.code, site=site, **refusal.numbers)
+            raise first_trouble(outcome)
         self._away.update(outcome.refused)
 
     def _round(self) -> None:
@@ -159,11 +170,13 @@ class Conductor:
             self._server_trouble = error
             raise Refusal(Code.SERVER_STORAGE) from error
 
-    def _close(self, record: Mapping[str, Any]) -> None:
+    def _close(
+        self, record: Mapping[str, Any], combined: State | None = None, summed: Collection[str] | None = None
+    ) -> None:
         coordinator = self._coordinator
-        reported = coordinator.reported
+        reported = coordinator.reported if summed is None else summed
         try:
-            coordinator.close_round(record)
+            coordinator.close_round(record, combined)
         except RunFailure as failure:
             raise Refusal(Code.QUORUM, reports=len(reported), needed=coordinator.quorum) from failure
         self._progress.reached(coordinator.state.round_number)
@@ -218,8 +231,7 @@ class Conductor:
         asked = {site: ask(site) for site in coordinator.sites}
         outcome = self._exchange(asked, self._calmly(), best, take, refused="failed")
         if not outcome.answered:
-            refusal = next(iter(outcome.refused.values()), Refusal(Code.NO_ANSWER, seconds=outcome.waited))
-            raise Refusal(refusal.code, site=next(iter(outcome.refused), None), **refusal.numbers)
+            raise first_trouble(outcome)
         self._progress.event("finished", best, best_round=best, sites=outcome.answered)
         return best, finished
 
@@ -256,10 +268,10 @@ class Conductor:
             self._progress.event("back", number, site)
         return outcome
 
-    def _checked(self, task: str, answer: Answer) -> Answer:
+    def _checked(self, task: str, answer: Answer, asked: Answer | None = None) -> Answer:
         """Hold an answer against the declaration once more: the server trusts no site's gate."""
         try:
-            content = self._declaration.rebuild(task, answer)
+            content = self._declaration.rebuild(task, answer, asked)
         except PrivacyRefusal as error:
             raise Refusal(Code.NOT_DECLARED) from error
         if content["code"] != OK:
@@ -271,6 +283,13 @@ class Conductor:
 
     def _with_model(self, site: str, number: int) -> Answer:
         return {**self._address(number), **messages.pack_payload(self._coordinator.payload(site))}
+
+
+def first_trouble(outcome: Outcome) -> Refusal:
+    """Why an exchange did not have enough answers: a site's own word before anybody's silence."""
+    for site, refusal in outcome.refused.items():
+        return Refusal(refusal.code, site=site, **refusal.numbers)
+    return Refusal(Code.NO_ANSWER, site=next(iter(outcome.absent), None), seconds=outcome.waited)
 
 
 def _plausible(tally: Mapping[str, Vector]) -> Mapping[str, Vector]:

@@ -17,11 +17,12 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from crossward.evaluate.facts import versions, write_result
 from crossward.evaluate.metrics import summarise, wilson_interval
 from crossward.federation.coordinator import Coordinator
-from crossward.federation.errors import BadInput, OtherStudy, StorageFailure
+from crossward.federation.errors import BadInput, OtherStudy, PrivacyRefusal, StorageFailure
 from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, read_json, write_json
 from crossward.flare.conductor import Conductor
 from crossward.flare.jobs import Timing
+from crossward.flare.masked_conductor import MaskedConductor
 from crossward.flare.names import RESULT, RUN_FILES, STATISTICS
 from crossward.flare.places import run_folder, server_policy
 from crossward.flare.progress import Progress
@@ -33,6 +34,7 @@ from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
 _KEPT_BY_POLICY = "kept by the site's policy"
+_SUMMED_ONLY = "kept at the site: under secure aggregation figures leave it only as sums"
 _NOT_HEARD = "the site did not finish; outcome.json says why"
 
 
@@ -89,7 +91,8 @@ class FederationController(Controller):
             sites = _described(folder, study, online)
             coordinator = study.coordinator(folder, sites)
             coordinator.resume()
-            conductor = Conductor(
+            kind = Conductor if study.masking is None else MaskedConductor
+            conductor = kind(
                 self,
                 study,
                 coordinator,
@@ -104,6 +107,7 @@ class FederationController(Controller):
             finally:
                 self._keep(progress, folder / "events.jsonl", fl_ctx)
             result = _result(study, coordinator, best, published, run=run, seconds=time.monotonic() - began)
+            result["privacy"] |= conductor.privacy()
             for place in (folder, results):
                 write_result(place / RESULT, result)
                 write_handover(place / HANDOVER, study, coordinator.best_state())
@@ -171,6 +175,7 @@ def _refusal_of(error: Exception) -> Refusal:
         (OSError, Code.SERVER_STORAGE),
         (Busy, Code.BUSY),
         (BadInput, Code.STUDY),
+        (PrivacyRefusal, Code.NOT_DECLARED),
     )
     return Refusal(next((code for kind, code in kinds if isinstance(error, kind)), Code.SERVER_INTERNAL))
 
@@ -184,7 +189,8 @@ def _result(
     run: str,
     seconds: float,
 ) -> dict[str, Any]:
-    sites = {name: _site_facts(scores) for name, scores in published.items()}
+    kept = _KEPT_BY_POLICY if study.masking is None else _SUMMED_ONLY
+    sites = {name: _site_facts(scores, kept) for name, scores in published.items()}
     task = study.task
     return {
         "method": study.method.name,
@@ -208,10 +214,10 @@ def _result(
     }
 
 
-def _site_facts(scores: Mapping[str, float | None] | None) -> dict[str, Any]:
+def _site_facts(scores: Mapping[str, float | None] | None, kept: str) -> dict[str, Any]:
     """One site's entry in the result, from what it published."""
     if not scores:
-        reason = _NOT_HEARD if scores is None else _KEPT_BY_POLICY
+        reason = _NOT_HEARD if scores is None else kept
         undefined = dict.fromkeys(("accuracy", "balanced_accuracy", "auc"), reason)
         unknown: dict[str, Any] = dict.fromkeys(("n_train", "n_val", "n_test", "accuracy", "balanced_accuracy", "auc"))
         return {**unknown, "n": 0, "undefined": undefined, "as_received": {"accuracy": None, "undefined": undefined}}

@@ -16,7 +16,8 @@ from nvflare.apis.signal import Signal
 
 from crossward.federation.errors import CrosswardError
 from crossward.flare.gate import SiteGate
-from crossward.flare.places import is_simulated, site_policy
+from crossward.flare.names import ASKED
+from crossward.flare.places import is_simulated, site_credentials, site_policy
 from crossward.site import messages
 from crossward.site.member import Member, refusal_of
 
@@ -40,6 +41,7 @@ class SiteExecutor(Executor):
         # The last task's messages are circles of objects; unless collected, they stay beside this one's.
         gc.collect()
         message = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
+        fl_ctx.set_prop(ASKED, message, private=True, sticky=False)
         began = time.monotonic()
         answer = Shareable()
         answer.update(self._answer(task_name, message, fl_ctx))
@@ -56,7 +58,13 @@ class SiteExecutor(Executor):
     def _answer(self, task_name: str, message: Mapping[str, Any], fl_ctx: FLContext) -> messages.Message:
         if self._member is None:
             try:
-                self._member = Member(fl_ctx.get_identity_name(), self._study, site_policy(fl_ctx))
+                self._member = Member(
+                    fl_ctx.get_identity_name(),
+                    self._study,
+                    site_policy(fl_ctx),
+                    job=fl_ctx.get_job_id(),
+                    credentials=lambda: site_credentials(fl_ctx),
+                )
             except Exception as error:
                 refusal = refusal_of(error)
                 self.log_error(fl_ctx, f"code {int(refusal.code)}: {refusal}", fire_event=False)

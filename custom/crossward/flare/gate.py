@@ -16,7 +16,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 
 from crossward.federation.errors import CrosswardError, PrivacyRefusal, StorageFailure
-from crossward.flare.names import EXECUTOR
+from crossward.flare.names import ASKED, EXECUTOR
 from crossward.flare.places import job_configuration, site_policy
 from crossward.site import messages
 from crossward.site.declaration import Declaration, items_of
@@ -48,6 +48,9 @@ class SiteGate(Filter):
         entry: dict[str, Any] = {"job": fl_ctx.get_job_id(), "task": task[:40]}
         try:
             rebuilt, answer = self._rebuilt(task, shareable, fl_ctx)
+        except Refusal as error:
+            # A policy that is not understood names no journal either.
+            return self._bare_code(error, fl_ctx)
         except Exception as error:
             # Whatever goes wrong here, nothing leaves; only our own words are sure to hold no values.
             reason = str(error) if isinstance(error, CrosswardError) else type(error).__name__
@@ -61,11 +64,14 @@ class SiteGate(Filter):
         try:
             _journal(fl_ctx).write(record)
         except (StorageFailure, Refusal) as error:
-            self.log_error(fl_ctx, f"{error}; only a code leaves the site", fire_event=False)
-            # A bare code holds nothing of the site's, and is how the server learns of a full disk or a wrong policy.
-            if answer.get("code", OK) == OK:
-                rebuilt = _shareable(messages.trouble(refusal_of(error)))
+            bare = self._bare_code(error, fl_ctx)
+            return bare if answer.get("code", OK) == OK else rebuilt
         return rebuilt
+
+    def _bare_code(self, error: CrosswardError, fl_ctx: FLContext) -> Shareable:
+        """Holds nothing of the site's, and is how the server learns of a full disk or a wrong policy."""
+        self.log_error(fl_ctx, f"{error}; only a code leaves the site", fire_event=False)
+        return _shareable(messages.trouble(refusal_of(error)))
 
     def _rebuilt(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> tuple[Shareable, dict[str, Any]]:
         code = shareable.get_return_code()
@@ -74,8 +80,12 @@ class SiteGate(Filter):
                 raise PrivacyRefusal("the answer's return code is not one of FLARE's")
             return make_reply(code), {}
         content = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
-        answer = self._whitelist(fl_ctx).rebuild(task, content)
-        if "scores" in answer and not site_policy(fl_ctx).publishes(answer["scores"]["n_test"] or 0):
+        whitelist = self._whitelist(fl_ctx)
+        answer = whitelist.rebuild(task, content, fl_ctx.get_prop(ASKED))
+        policy = site_policy(fl_ctx)
+        if answer["code"] == OK and policy.secure_aggregation and not whitelist.masked:
+            raise PrivacyRefusal(f"{task}: the site's policy demands secure aggregation, and this job has none")
+        if "scores" in answer and not policy.publishes(answer["scores"]["n_test"] or 0):
             raise PrivacyRefusal(f"{task}: the site's policy keeps its scores")
         return _shareable(answer), answer
 

@@ -14,7 +14,8 @@ from crossward.federation.storage import read_json, write_json
 from crossward.flare import names
 from crossward.methods.base import Task
 from crossward.methods.registry import available, create
-from crossward.site.messages import TASKS
+from crossward.privacy.secagg.settings import Settings
+from crossward.site.messages import OPEN_TASKS, TASKS
 from crossward.site.participant import Plugs
 from crossward.site.study import Study
 from crossward.site.trainer import Training
@@ -44,11 +45,13 @@ class Timing:
         join: for sites to read their images and answer the first task.
         round: for a round, at the longest.
         grace: for the rest of the sites once enough have reported.
+        step: likewise, for a small message of secure aggregation.
     """
 
     join: int = 600
     round: int = 7200
     grace: int = 300
+    step: int = 30
 
     def __post_init__(self) -> None:
         for name, seconds in asdict(self).items():
@@ -57,10 +60,11 @@ class Timing:
                 raise BadInput(f"the time for '{name}' is {seconds}, and must be at least 1 second")
 
 
-def usual_study(method: str) -> Study:
+def usual_study(method: str, *, secagg: bool = True) -> Study:
     """The study of the job folders that come with Crossward: the phantom hospitals with default settings."""
     task = Task(classes=PHANTOM_CLASSES, channels=1, size=32, rounds=10)
-    return Study(method=create(method), task=task, training=Training(), plugs=Plugs(), quorum=SMALLEST_FEDERATION)
+    study = Study(method=create(method), task=task, training=Training(), plugs=Plugs(), quorum=SMALLEST_FEDERATION)
+    return study.masked(Settings()) if secagg else study
 
 
 def federated_methods() -> list[str]:
@@ -137,7 +141,7 @@ def _write(meta: Mapping[str, Any], out: Path) -> Path:
     executor = {"path": names.EXECUTOR, "args": {"study": notes["study"]}}
     client = {
         "format_version": 2,
-        "executors": [{"tasks": list(TASKS), "executor": executor}],
+        "executors": [{"tasks": list(TASKS if notes["study"].get("masking") else OPEN_TASKS), "executor": executor}],
         "components": [],
         "task_data_filters": [],
         "task_result_filters": [],

@@ -52,6 +52,8 @@ class SiteKit:
         state_root: its vault, outbox and journal; none: the folder ``state`` of its kit.
         publish_scores: whether its scores may stand in the result under its name.
         minimum_cell: scores over fewer images than this are not published.
+        secure_aggregation: whether jobs must use it.
+        minimum_sites: the fewest sites in a sum that the hospital is a part of.
         org: the organisation in its certificate.
         gpus: GPUs that jobs may ask for.
         gpu_memory: of each, in GiB.
@@ -61,6 +63,8 @@ class SiteKit:
     state_root: Path | None = None
     publish_scores: bool = True
     minimum_cell: int = 10
+    secure_aggregation: bool = True
+    minimum_sites: int = 3
     org: str = "crossward"
     gpus: int = 0
     gpu_memory: int = 0
@@ -75,6 +79,8 @@ class SiteKit:
             "state_root": str(self.state_root.absolute()) if self.state_root else "",
             "publish_scores": self.publish_scores,
             "minimum_cell": self.minimum_cell,
+            "secure_aggregation": self.secure_aggregation,
+            "minimum_sites": self.minimum_sites,
             "capacity": {"num_of_gpus": self.gpus, "mem_per_gpu_in_GiB": self.gpu_memory},
         }
 

@@ -9,8 +9,10 @@ from typing import Any
 from nvflare.apis.fl_constant import FilterKey, FLContextKey
 from nvflare.apis.fl_context import FLContext
 
-from crossward.flare.names import DATA_VARIABLE, GATE, STATE_VARIABLE
+from crossward.flare.names import CERTIFICATES, DATA_VARIABLE, GATE, ROOT, STATE_VARIABLE
+from crossward.privacy.secagg.identity import Identity
 from crossward.site.policy import Policy
+from crossward.site.release import Credentials
 from crossward.site.troubles import Code, Refusal
 
 
@@ -38,6 +40,29 @@ def server_policy(fl_ctx: FLContext) -> Policy:
     return _from_kit(fl_ctx, fl_ctx.get_prop(FLContextKey.SCOPE_PROPERTIES) or {})
 
 
+def site_credentials(fl_ctx: FLContext) -> Credentials:
+    """The certificate and key with which the site signs the keys of a job, and its own copy of the root.
+
+    Raises:
+        OSError: the kit has none.
+    """
+    startup = _startup(fl_ctx)
+    name = fl_ctx.get_identity_name() if is_simulated(fl_ctx) else "client"
+    identity = Identity((startup / f"{name}.crt").read_bytes(), (startup / f"{name}.key").read_bytes())
+    return Credentials(identity, (startup / ROOT).read_bytes())
+
+
+def server_roots(fl_ctx: FLContext) -> bytes:
+    """The federation's root certificate, as the server's kit has it."""
+    return (_startup(fl_ctx) / ROOT).read_bytes()
+
+
+def _startup(fl_ctx: FLContext) -> Path:
+    if is_simulated(fl_ctx):
+        return Path(os.environ[STATE_VARIABLE]) / CERTIFICATES
+    return Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_startup_kit_dir())
+
+
 def run_folder(fl_ctx: FLContext) -> Path:
     """FLARE's own folder of this job at this participant."""
     return Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_run_dir(fl_ctx.get_job_id()))
@@ -63,7 +88,12 @@ def _simulated(name: str) -> Policy:
     if not state:
         raise Refusal(Code.POLICY)
     # Whoever simulates sites has all their images, so there is nobody to keep their scores from.
-    return Policy(data_root=Path(data) if data else None, state_root=Path(state) / "sites" / name, minimum_cell=1)
+    return Policy(
+        data_root=Path(data) if data else None,
+        state_root=Path(state) / "sites" / name,
+        minimum_cell=1,
+        secure_aggregation=False,
+    )
 
 
 def _is_gate(site_filter: object) -> bool:

@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from crossward.federation.errors import BadInput, RunFailure
-from crossward.flare.names import DATA_VARIABLE, OUTCOME, RUN_FILES, SERVER_CLASSES, SITE_CLASSES, STATE_VARIABLE
+from crossward.federation.storage import private_folder
+from crossward.flare.names import (
+    CERTIFICATES,
+    DATA_VARIABLE,
+    OUTCOME,
+    ROOT,
+    RUN_FILES,
+    SERVER_CLASSES,
+    SITE_CLASSES,
+    STATE_VARIABLE,
+)
+from crossward.privacy.secagg.throwaway import Authority
 from crossward.site.troubles import words
 
 _RUN = """
@@ -56,6 +67,7 @@ def simulate_job(job: Path, *, data: Path, sites: Sequence[str], out: Path, time
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "",
     }
+    _certify(state / CERTIFICATES, sites)
     log = out / "simulator.log"
     # As many threads as sites: with fewer, FLARE swaps clients out between tasks and reads their images anew.
     command = [sys.executable, "-c", _RUN, str(job), str(workspace), ",".join(sites), str(len(sites))]
@@ -65,6 +77,17 @@ def simulate_job(job: Path, *, data: Path, sites: Sequence[str], out: Path, time
         except subprocess.TimeoutExpired:
             raise RunFailure(f"the simulator did not end within {timeout:.0f} s; its log is {log}") from None
     return _checked(workspace / "server" / "simulate_job" / RUN_FILES, log)
+
+
+def _certify(folder: Path, sites: Sequence[str]) -> None:
+    """Certificates for secure aggregation: the simulator has no kits, and whoever runs it has all the images anyway."""
+    authority = Authority()
+    private_folder(folder)
+    (folder / ROOT).write_bytes(authority.roots)
+    for site in sites:
+        identity = authority.identity(site)
+        (folder / f"{site}.crt").write_bytes(identity.certificate)
+        (folder / f"{site}.key").write_bytes(identity.key)
 
 
 def check_empty(out: Path) -> None:

@@ -13,14 +13,35 @@ from typing import Any
 
 import numpy as np
 
+from crossward.federation.contract import VALIDATION
 from crossward.federation.errors import PrivacyRefusal
+from crossward.privacy.secagg.canonical import decode
+from crossward.privacy.secagg.messages import AGREED, JOINED, UPLOAD
+from crossward.privacy.secagg.messages import REVEAL as REVEALED
+from crossward.privacy.secagg.sketch import WIDTH
+from crossward.privacy.sums import MaskedAlgebra, Request
 from crossward.site import messages
-from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, SCORES, TRAIN, VALIDATION, Message
+from crossward.site.messages import (
+    BEGIN,
+    CONTRIBUTE,
+    EVALUATE,
+    FINISH,
+    JOIN,
+    KEYS,
+    OK,
+    REVEAL,
+    ROSTER,
+    SCORES,
+    SURVIVORS,
+    TRAIN,
+    Message,
+)
 from crossward.site.study import Study
 from crossward.site.troubles import SITE_CODES, Code, numbers_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_ROUNDS = 1_000_000
+_LONGEST_MESSAGE = 1 << 20
 
 Check = Callable[[str, Any], Any]
 
@@ -32,20 +53,31 @@ class Declaration:
         self.algebra = study.method.algebra(study.task, study.model())
         tensors = {name: _array(spec.shape, np.float32) for name, spec in self.algebra.sent.items()}
         tally = {key: _array(shape, np.float64) for key, shape in self.algebra.tallies.items()}
+        self.masked = study.masking and MaskedAlgebra(self.algebra, bits=study.masking.bits)
+        self._required: dict[str, dict[str, Check]]
+        self._optional: dict[str, dict[str, Check]]
+        if self.masked:
+            self._required, self._optional = _masked_checks(self.masked), {}
+            return
         validation = dict.fromkeys(VALIDATION, _array((1,), np.float64))
-        self._required: dict[str, dict[str, Check]] = {
+        self._required = {
             JOIN: {},
             TRAIN: {"round": _round, "model": _digest, "update": _mapping(tensors), "tally": _mapping(tally)},
             EVALUATE: {"round": _round, "validation": _mapping(validation)},
             FINISH: {"round": _round},
         }
-        self._optional: dict[str, dict[str, Check]] = {
+        self._optional = {
             TRAIN: {"validation": _mapping(validation)},
             FINISH: {"scores": _mapping(dict.fromkeys(SCORES, _number_or_none))},
         }
 
-    def rebuild(self, task: str, answer: Mapping[str, Any]) -> Message:
+    def rebuild(self, task: str, answer: Mapping[str, Any], asked: Mapping[str, Any] | None = None) -> Message:
         """Copy an answer, piece by declared piece.
+
+        Args:
+            task: that is answered.
+            answer: to it.
+            asked: the server's message, which decides how long a masked vector is.
 
         Raises:
             PrivacyRefusal: it is not an answer to this task, lacks something, or holds anything else.
@@ -58,6 +90,8 @@ class Declaration:
         if code != OK:
             return _rebuilt_trouble(task, code, answer)
         required, optional = self._required[task], self._optional.get(task, {})
+        if task == CONTRIBUTE:
+            required = {**required, "vector": self._vector(asked or {})}
         checks = {**required, **optional}
         for name in answer:
             if name not in checks and name != "code":
@@ -67,6 +101,15 @@ class Declaration:
                 raise PrivacyRefusal(f"{task}: the answer lacks '{name}'")
         parts = {name: check(f"{task}: {name}", answer[name]) for name, check in checks.items() if name in answer}
         return {"code": OK, **parts}
+
+    def _vector(self, asked: Mapping[str, Any]) -> Check:
+        """A masked vector has exactly the length that the request for it, the plan in it and the study give."""
+        if not self.masked:
+            raise PrivacyRefusal("a masked vector in a job without secure aggregation")
+        request = Request.from_message(asked.get("sum") or {})
+        self.masked.check(request)
+        layout = self.masked.layout(request)
+        return _array((layout.words * layout.ring.bits // 8,), np.uint8)
 
     def rows(self) -> list[dict[str, str]]:
         """What may leave, for people: a row per task and kind of content."""
@@ -79,12 +122,47 @@ class Declaration:
             "scores": f"{', '.join(SCORES)} (policy: publish_scores, minimum_cell)",
             "model": "SHA-256 of the model that was received",
             "round": "number",
+            "cosines": _compared(self.masked) if self.masked else "",
+            "vector": "masked whole numbers; what is in them can only be read as a sum over sites",
+            "hello": "the site's keys of this job, signed by its certificate",
+            "joined": "signed: the list of keys that the site was given",
+            "shares": "shares of this attempt's secrets, each sealed to one other site",
+            "upload": "signed: digest of the masked vector",
+            "opening": "signed: shares that take masks off the sum, or agreement to the sites in it",
         }
         return [
             {"task": task, "part": part, "content": contents[part]}
             for task in messages.TASKS
+            if task in self._required
             for part in (*self._required[task], *self._optional.get(task, {}))
         ]
+
+
+def _masked_checks(masked: MaskedAlgebra) -> dict[str, dict[str, Check]]:
+    """What leaves under secure aggregation: messages of the protocol, sketches, and masked vectors."""
+    shapes = {block: masked.algebra.sent[name].numel for block, name in masked.rotated_blocks.items()}
+    shapes |= dict.fromkeys(masked.sketched, WIDTH)
+    cosines = {block: _array((size,), np.float64) for block, size in shapes.items()}
+    opening = {"round": _round, "opening": _signed(AGREED, REVEALED)}
+    return {
+        JOIN: {"hello": _message(frozenset({"body", "certificate", "signature"}))},
+        ROSTER: {"joined": _signed(JOINED)},
+        KEYS: {},
+        TRAIN: {"round": _round, "cosines": _mapping(cosines)},
+        EVALUATE: {"round": _round},
+        BEGIN: {"round": _round, "shares": _message(frozenset({"boxes", "wrapped"}))},
+        CONTRIBUTE: {"round": _round, "upload": _signed(UPLOAD), "vector": _refused},
+        SURVIVORS: opening,
+        REVEAL: opening,
+        FINISH: {"round": _round},
+    }
+
+
+def _compared(masked: MaskedAlgebra) -> str:
+    sketches, turned = len(masked.sketched), len(masked.rotated)
+    parts = [f"{sketches} sketches of {WIDTH} numbers"] * bool(sketches)
+    parts += [f"{turned} vector{'s' * (turned > 1)} turned by a key of the sites"] * bool(turned)
+    return ", ".join(parts) or "nothing"
 
 
 def items_of(answer: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
@@ -96,7 +174,7 @@ def items_of(answer: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
         elif isinstance(value, np.ndarray):
             found.append((name, list(value.shape), value.nbytes))
         else:
-            found.append((name, [], len(value) if isinstance(value, str) else 8))
+            found.append((name, [], len(value) if isinstance(value, str | bytes) else 8))
     return found
 
 
@@ -130,11 +208,43 @@ def _array(shape: tuple[int, ...], kind: type[np.generic]) -> Check:
     def check(where: str, value: Any) -> np.ndarray[Any, Any]:
         if type(value) is not np.ndarray or value.dtype != kind or value.shape != shape:
             raise PrivacyRefusal(f"{where} is not an array {shape} of {np.dtype(kind).name}, as was declared")
-        if not np.isfinite(value).all():
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise PrivacyRefusal(f"{where} has values that are not finite")
         return value
 
     return check
+
+
+def _message(fields: frozenset[str]) -> Check:
+    """Bytes that are one message of the protocol with these fields."""
+
+    def check(where: str, value: Any) -> bytes:
+        if type(value) is not bytes or len(value) > _LONGEST_MESSAGE:
+            raise PrivacyRefusal(f"{where} is not a message of the protocol")
+        content = decode(value)
+        if type(content) is not dict or content.keys() != fields:
+            raise PrivacyRefusal(f"{where} is not the message that belongs there")
+        return value
+
+    return check
+
+
+def _signed(*kinds: str) -> Check:
+    """Bytes that are a signed message of one of these kinds."""
+    whole = _message(frozenset({"kind", "sender", "context", "body", "signature"}))
+
+    def check(where: str, value: Any) -> bytes:
+        found: bytes = whole(where, value)
+        if decode(found)["kind"] not in kinds:
+            raise PrivacyRefusal(f"{where} is not the message that belongs there")
+        return found
+
+    return check
+
+
+def _refused(where: str, value: Any) -> Any:
+    del value
+    raise PrivacyRefusal(f"{where} may not leave the site: nobody asked for a sum")
 
 
 def _round(where: str, value: Any) -> int:

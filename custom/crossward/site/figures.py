@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossward.evaluate.transfer import measured
-from crossward.federation.contract import CORRECT, LOSS, SEEN, Payload, Report, Vector
-from crossward.federation.coordinator import VALIDATION_COUNT
+from crossward.federation.contract import CORRECT, LOSS, SEEN, VALIDATION_COUNT, Payload, Report, Vector
 from crossward.imaging.data import Cohort
 
 

@@ -51,7 +51,7 @@ def gathered(result: Mapping[str, Any], cohort: Cohort, study: Study, folders: M
 
 def alone(cohort: Cohort, study: Study, folder: Path) -> dict[str, Any]:
     """Train every site by itself, with the same settings, and give each site's accuracy and their average."""
-    by_itself = replace(study, method=create("local"), quorum=None, participation=1.0)
+    by_itself = replace(study, method=create("local"), quorum=None, participation=1.0, masking=None)
     result = simulate(cohort, by_itself, folder)
     accuracy = {name: site["accuracy"] for name, site in result["sites"].items()}
     return {"accuracy": accuracy, "avg": result["summary"]["avg"], "worst_site": result["summary"]["worst_site"]}

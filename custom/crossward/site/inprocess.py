@@ -14,8 +14,7 @@ import torch
 
 from crossward.evaluate.facts import versions
 from crossward.evaluate.metrics import summarise
-from crossward.federation.contract import Report
-from crossward.federation.coordinator import VALIDATION_CORRECT
+from crossward.federation.contract import VALIDATION_AS_RECEIVED, VALIDATION_CORRECT, Report
 from crossward.federation.errors import (
     CrosswardError,
     PrivacyRefusal,
@@ -27,7 +26,7 @@ from crossward.imaging.data import Cohort
 from crossward.site.devices import Device
 from crossward.site.figures import cross_site_of, facts_of, figures_of, nbytes, share
 from crossward.site.handover import HANDOVER, write_handover
-from crossward.site.participant import VALIDATION_AS_RECEIVED, Participant
+from crossward.site.participant import Participant
 from crossward.site.runfolder import claim, owned
 from crossward.site.study import Study
 
@@ -68,13 +67,19 @@ def simulate(
         BadInput: the folder holds another run, or one that was not asked to be resumed.
         CrosswardError: a round could not be completed; the run can be resumed.
     """
-    run = _Run(cohort, study, folder, jobs=jobs, listen=listen)
+    # Imported here, as it builds on this module.
+    from crossward.site.inprocess_masked import MaskedInProcess
+
+    kind = Run if study.masking is None else MaskedInProcess
+    run = kind(cohort, study, folder, jobs=jobs, listen=listen)
     with owned(folder):
         claim(folder, study, cohort, resume=resume)
         return run.run()
 
 
-class _Run:
+class Run:
+    """Runs a federation in the open."""
+
     def __init__(self, cohort: Cohort, study: Study, folder: Path, *, jobs: int | None, listen: Listener) -> None:
         self._cohort = cohort
         self._study = study
@@ -95,13 +100,20 @@ class _Run:
         # One thread of computation per site: results then do not depend on how many sites run at once.
         pool = ThreadPoolExecutor(self._jobs, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            self._assess(pool)
+            self._open(pool)
             while not self._coordinator.finished:
                 self._round(pool)
+            self._close(pool)
             return self._result(pool, began)
         finally:
             # Not waiting lets Ctrl-C end at once; what a site was writing is atomic.
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self, pool: ThreadPoolExecutor) -> None:
+        self._assess(pool)
+
+    def _close(self, pool: ThreadPoolExecutor) -> None:
+        """Every round has been assessed already."""
 
     def _participant(self, name: str) -> Participant:
         folder = self._folder / "sites" / name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,16 @@ from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
+from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
+from crossward.privacy.secagg.canonical import Malformed
+from crossward.privacy.secagg.identity import Untrusted
+from crossward.privacy.secagg.memory import AlreadyUsed
 from crossward.site import messages
 from crossward.site.devices import Device
-from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN, Message
+from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
 from crossward.site.policy import Policy
+from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
@@ -47,10 +52,24 @@ class Member:
         study: what the job asks for, as plain values; it is read when the first task arrives.
         policy: the site's own.
         patience: seconds to wait for another job at this site to end, before the site says that it is busy.
+        job: the job's own name, which keys of secure aggregation are bound to.
+        credentials: reads the site's certificate, when a job needs it.
     """
 
-    def __init__(self, name: str, study: Mapping[str, Any], policy: Policy, *, patience: float = LOCK_PATIENCE) -> None:
+    def __init__(
+        self,
+        name: str,
+        study: Mapping[str, Any],
+        policy: Policy,
+        *,
+        patience: float = LOCK_PATIENCE,
+        job: str = "",
+        credentials: Callable[[], Credentials] | None = None,
+    ) -> None:
         self.name = name
+        self._job = job
+        self._credentials = credentials
+        self._release: Release | None = None
         self._options = study
         self._policy = policy
         self._patience = patience
@@ -63,9 +82,14 @@ class Member:
     def answer(self, task: str, message: Mapping[str, Any]) -> Message:
         """Do what the server asks for; never raises, because an exception in a FLARE process can end the whole job."""
         try:
-            if task not in self._tasks:
+            if task not in TASKS:
                 raise Refusal(Code.BAD_TASK)
-            return {"code": OK, **self._tasks[task](message)}
+            self._admitted(message)
+            released = self._release.tasks if self._release else {}
+            tasks = {**self._tasks, **released}
+            if task not in tasks:
+                raise Refusal(Code.BAD_TASK)
+            return {"code": OK, **tasks[task](message)}
         except Exception as error:
             refusal = refusal_of(error)
             self._log.error("%s, %s of round %s: %s", self.name, task, message.get("round"), _told(error, refusal))
@@ -75,13 +99,13 @@ class Member:
 
     def close(self) -> None:
         """Let go of the site's state."""
-        self._participant = None
+        self._participant = self._release = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _join(self, message: Mapping[str, Any]) -> Message:
-        self._admitted(message)
+        del message
         return {}
 
     def _train(self, message: Mapping[str, Any]) -> Message:
@@ -104,14 +128,19 @@ class Member:
             raise Refusal(Code.BAD_TASK)
         if "tensors" in message:
             # The site was away when the best round's model was handed out, so the server sends it once more.
-            participant.receive(messages.unpack_payload(message))
+            payload = messages.unpack_payload(message)
+            participant.receive(self._release.restore(payload) if self._release else payload)
         facts = participant.finish(best)
         write_json(
             self._policy.run_folder(self._run) / "result.json",
             {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
         )
         answer: Message = {"round": best}
-        if self._policy.publishes(facts["n_test"]):
+        published = self._policy.publishes(facts["n_test"])
+        if self._release is not None:
+            images = facts["n_test"] if published and facts["accuracy"] is not None else 0
+            self._release.tested(images=images, correct=images and facts["accuracy"] * images)
+        elif published:
             answer["scores"] = _published(facts)
         return answer
 
@@ -122,6 +151,8 @@ class Member:
         run = _checked_run(message.get("run"))
         if self._participant is not None and run == self._run:
             return self._participant
+        self._policy.check_masking(study.masking)
+        credentials = self._certified() if study.masking else None
         folder = self._policy.run_folder(run)
         self._take_lock()
         cohort = self._load(study)
@@ -133,7 +164,25 @@ class Member:
             raise Refusal(Code.DATA_CHANGED) from error
         self._participant = study.participant(cohort.sites[self.name], folder, device=Device.best())
         self._run = run
+        if study.masking is not None and credentials is not None:
+            self._release = Release(
+                self._participant,
+                masking=study.masking,
+                run=run,
+                job=self._job,
+                credentials=credentials,
+                memory=self._policy.state_root / "masks",
+                threads=os.cpu_count() or 1,
+            )
         return self._participant
+
+    def _certified(self) -> Credentials:
+        if self._credentials is None:
+            raise Refusal(Code.NO_CERTIFICATE)
+        try:
+            return self._credentials()
+        except OSError as error:
+            raise Refusal(Code.NO_CERTIFICATE) from error
 
     def _take_lock(self) -> None:
         """Hold the site's state for this process alone; an earlier job of the site may still be ending."""
@@ -201,6 +250,8 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((OtherStudy,), Code.OTHER_VAULT),
     ((MemoryError, torch.OutOfMemoryError), Code.MEMORY),
     ((SiteFailure,), Code.DIVERGED),
+    ((AlreadyUsed,), Code.MASKED_BEFORE),
+    ((Blamed, Malformed, OutOfTurn, Untrusted), Code.NOT_MASKED),
     ((PrivacyRefusal,), Code.BAD_TASK),
     ((StorageFailure, OSError), Code.STORAGE),
     ((NotPrepared,), Code.NOT_PREPARED),

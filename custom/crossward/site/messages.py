@@ -13,9 +13,7 @@ import numpy as np
 import torch
 
 import crossward
-from crossward.federation.contract import Payload, Plan, Report
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT
-from crossward.site.participant import VALIDATION_AS_RECEIVED
+from crossward.federation.contract import Payload, Plan, Report, Sealed
 from crossward.site.troubles import Code, Refusal
 
 Message = dict[str, Any]
@@ -24,12 +22,18 @@ JOIN: Final = "join"
 TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 FINISH: Final = "finish"
-TASKS: Final = (JOIN, TRAIN, EVALUATE, FINISH)
+ROSTER: Final = "roster"
+KEYS: Final = "keys"
+BEGIN: Final = "begin"
+CONTRIBUTE: Final = "contribute"
+SURVIVORS: Final = "survivors"
+REVEAL: Final = "reveal"
+OPEN_TASKS: Final = (JOIN, TRAIN, EVALUATE, FINISH)
+TASKS: Final = (*OPEN_TASKS, ROSTER, KEYS, BEGIN, CONTRIBUTE, SURVIVORS, REVEAL)
 """Every exchange between server and site is one of these tasks; nothing travels beside them."""
 
 OK: Final = 0
 PROTOCOL: Final = 1
-VALIDATION: Final = (VALIDATION_COUNT, VALIDATION_CORRECT, VALIDATION_AS_RECEIVED)
 SCORES: Final = ("n_train", "n_val", "n_test", "accuracy", "balanced_accuracy", "auc", "accuracy_as_received")
 """What a site publishes about its test images, where its policy lets it."""
 
@@ -58,6 +62,7 @@ def pack_payload(payload: Payload) -> Message:
         "model_round": payload.round_number,
         "best_round": payload.best_round,
         "plan": payload.plan.to_json() if payload.plan else "",
+        "sealed": _pack_sealed(payload.sealed),
         "tensors": {name: tensor.detach().cpu().numpy() for name, tensor in payload.tensors.items()},
     }
 
@@ -70,6 +75,7 @@ def unpack_payload(message: Mapping[str, Any]) -> Payload:
             {name: torch.from_numpy(_writable(array)) for name, array in message["tensors"].items()},
             message["best_round"],
             Plan.from_json(message["plan"]) if message["plan"] else None,
+            _unpack_sealed(message["sealed"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refusal(Code.BAD_TASK) from error
@@ -98,6 +104,14 @@ def unpack_report(site: str, answer: Mapping[str, Any]) -> Report:
 def trouble(refusal: Refusal) -> Message:
     """The answer of a site that could not do what it was asked for."""
     return {"code": int(refusal.code), "numbers": refusal.numbers}
+
+
+def _pack_sealed(sealed: Sealed | None) -> Message:
+    return {} if sealed is None else {"header": sealed.header(), "words": sealed.words}
+
+
+def _unpack_sealed(message: Mapping[str, Any]) -> Sealed | None:
+    return Sealed.from_parts(message["header"], _writable(message["words"])) if message else None
 
 
 def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

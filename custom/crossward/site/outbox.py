@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from crossward.federation.contract import Report
+from crossward.federation.contract import Report, Tally
 from crossward.federation.errors import OtherStudy
 from crossward.federation.storage import private_folder, read_tensors, write_tensors
 
-_FORMAT = "crossward.report/1"
+_FORMAT = "crossward.report/2"
 _NAME = re.compile(r"report-(\d{4,})-[0-9a-f]+\.safetensors")
 
 
@@ -35,7 +35,8 @@ class Outbox:
             "site": report.site,
             "study": self._study,
             "model": report.model,
-            "tally": json.dumps({key: value.tolist() for key, value in report.tally.items()}, allow_nan=False),
+            "tally": _written(report.tally),
+            "validation": _written(report.validation),
         }
         write_tensors(self._path(report.round_number, report.model), report.update, metadata)
 
@@ -47,8 +48,8 @@ class Outbox:
         update, metadata = read_tensors(path)
         if (metadata.get("format"), metadata.get("model"), metadata.get("study")) != (_FORMAT, model, self._study):
             raise OtherStudy(f"{path} is not a report for this study and model; move it away and try again")
-        tally = {key: np.array(value, dtype=np.float64) for key, value in json.loads(metadata["tally"]).items()}
-        return Report(metadata["site"], round_number, model, update, tally)
+        tally, validation = (_read(metadata[part]) for part in ("tally", "validation"))
+        return Report(metadata["site"], round_number, model, update, tally, validation)
 
     def tidy(self, *, received: int) -> None:
         """Delete reports of rounds whose result has arrived."""
@@ -58,3 +59,11 @@ class Outbox:
 
     def _path(self, round_number: int, model: str) -> Path:
         return self._folder / f"report-{round_number:04d}-{model[:16]}.safetensors"
+
+
+def _written(tally: Tally) -> str:
+    return json.dumps({key: value.tolist() for key, value in tally.items()}, allow_nan=False)
+
+
+def _read(text: str) -> Tally:
+    return {key: np.array(value, dtype=np.float64) for key, value in json.loads(text).items()}

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from crossward.evaluate.metrics import score
-from crossward.federation.contract import Payload, Report, Tensors, Vector
-from crossward.federation.coordinator import VALIDATION_CORRECT, VALIDATION_COUNT
+from crossward.federation.contract import (
+    VALIDATION_AS_RECEIVED,
+    VALIDATION_CORRECT,
+    VALIDATION_COUNT,
+    Payload,
+    Report,
+    Tally,
+    Tensors,
+)
 from crossward.federation.errors import BadInput, PrivacyRefusal, SiteFailure
 from crossward.federation.scopes import Scope, layout_digest, names_in, tensors_digest
 from crossward.federation.seeds import derive
@@ -26,8 +33,6 @@ from crossward.site.devices import Device
 from crossward.site.outbox import Outbox
 from crossward.site.trainer import EVALUATION_BATCH, Training, correct_count, predict, refreshed, train_round
 from crossward.site.vault import Vault
-
-VALIDATION_AS_RECEIVED = "validation/as_received"
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,11 @@ class Participant:
         self._training = training
         self._model = method.build(task, block=plugs.block, head=plugs.head)
         self._device = device.take(self._model)
-        self._algebra = method.algebra(task, self._model)
-        self._local = names_in(self._algebra.layout, Scope.LOCAL)
+        self.algebra = method.algebra(task, self._model)
+        self._local = names_in(self.algebra.layout, Scope.LOCAL)
         self._start = self._tensors(self._local)
         settings = json.dumps([method.name, asdict(method), asdict(task), asdict(training), asdict(plugs)])
-        study = hashlib.sha256(f"{layout_digest(self._algebra.layout)} {settings}".encode()).hexdigest()
+        study = hashlib.sha256(f"{layout_digest(self.algebra.layout)} {settings}".encode()).hexdigest()
         self.vault = Vault(folder / "vault", study=study)
         self.outbox = Outbox(folder / "outbox", study=study)
 
@@ -84,7 +89,7 @@ class Participant:
     def name(self) -> str:
         return self.data.name
 
-    def receive(self, payload: Payload) -> dict[str, Vector]:
+    def receive(self, payload: Payload) -> Tally:
         """Take in the result of a round, keep it as a model that may be deployed, and count it on validation images."""
         self._install(payload)
         self.vault.keep_model(payload.round_number, self._tensors())
@@ -97,8 +102,12 @@ class Participant:
             VALIDATION_AS_RECEIVED: np.array([float(self._correct(self._model))]),
         }
 
-    def train(self, payload: Payload) -> Report:
+    def train(self, payload: Payload, validation: Tally | None = None) -> Report:
         """Train the next round from a received model; a report that is in the outbox already is given again.
+
+        Args:
+            payload: the model.
+            validation: what was counted of it, where that is to be a part of the report.
 
         Raises:
             SiteFailure: training diverged; nothing was stored for the round.
@@ -115,8 +124,9 @@ class Participant:
             self._model, self.method, self.data.train, context, training=self._training, device=self._device
         )
         update = {**self._update(payload), **self._extras(context)}
-        report = Report(self.name, round_number, digest, update, {**tally, **self._algebra.measure(update)})
-        self._algebra.check(report)
+        tally |= self.algebra.measure(update)
+        report = Report(self.name, round_number, digest, update, tally, validation or {})
+        self.algebra.check(report)
         self.vault.keep_local(round_number, self._tensors(self._local))
         self.outbox.put(report)
         return report
@@ -129,7 +139,7 @@ class Participant:
             the digest of the personal tensors in it, to hold against what the server says it sent.
         """
         received = self.vault.model(best_round)
-        own = names_in(self._algebra.layout, Scope.PERSONAL)
+        own = names_in(self.algebra.layout, Scope.PERSONAL)
         self._load(received)
         as_received = self._score(self._model, best_round)
         self._model = self._refreshed()
@@ -151,19 +161,19 @@ class Participant:
         return correct_count(self._model, self.method, split, device=self._device) / len(split)
 
     def _install(self, payload: Payload) -> None:
-        intruders = sorted(set(payload.tensors) - set(self._algebra.sent))
+        intruders = sorted(set(payload.tensors) - set(self.algebra.sent))
         if intruders:
             raise PrivacyRefusal(
                 f"{self.name}, round {payload.round_number}: the server sent '{intruders[0]}', which is not shared; "
                 "the site keeps its own"
             )
-        for name in names_in(self._algebra.layout, *(scope for scope in Scope if scope.leaves)):
-            if name not in payload.tensors or tuple(payload.tensors[name].shape) != self._algebra.sent[name].shape:
+        for name in names_in(self.algebra.layout, *(scope for scope in Scope if scope.leaves)):
+            if name not in payload.tensors or tuple(payload.tensors[name].shape) != self.algebra.sent[name].shape:
                 raise PrivacyRefusal(
                     f"{self.name}, round {payload.round_number}: the server's model lacks '{name}', or has it in "
                     "another shape than the study declares"
                 )
-        for name, extra in self._algebra.extras.items():
+        for name, extra in self.algebra.extras.items():
             # The server may have made more rows of it, or fewer, but not another kind of vector.
             if name in payload.tensors and payload.tensors[name].shape[1:] != torch.Size(extra.shape[1:]):
                 raise PrivacyRefusal(
@@ -171,7 +181,7 @@ class Participant:
                     "study declares"
                 )
         local = self.vault.local(before=payload.round_number + 1)
-        own = {name: tensor for name, tensor in payload.tensors.items() if name in self._algebra.layout}
+        own = {name: tensor for name, tensor in payload.tensors.items() if name in self.algebra.layout}
         self._load({**self._start, **local, **own})
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
@@ -186,7 +196,7 @@ class Participant:
 
     def _update(self, payload: Payload) -> dict[str, Tensor]:
         """Trained minus received for what is shared; personal tensors as they are."""
-        layout = self._algebra.layout
+        layout = self.algebra.layout
         trained = self._tensors([name for name, spec in layout.items() if spec.scope.leaves])
         return {
             name: value if layout[name].scope is Scope.PERSONAL else value - payload.tensors[name]

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.troubles import Code, Refusal
 
-_KINDS: dict[str, type] = {"data_root": str, "state_root": str, "publish_scores": bool, "minimum_cell": int}
+_KINDS: dict[str, type] = {
+    "data_root": str,
+    "state_root": str,
+    "publish_scores": bool,
+    "minimum_cell": int,
+    "secure_aggregation": bool,
+    "minimum_sites": int,
+}
+_PATHS = ("data_root", "state_root")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +30,16 @@ class Policy:
         state_root: where vault, outbox and journal are kept, outside FLARE's run folders.
         publish_scores: whether the server gets this site's scores on its test images.
         minimum_cell: scores on fewer test images than this are not published.
+        secure_aggregation: whether a job must use it; no job can turn it off then.
+        minimum_sites: the fewest sites in a sum that this site is a part of.
     """
 
     data_root: Path | None
     state_root: Path
     publish_scores: bool = True
     minimum_cell: int = 10
+    secure_aggregation: bool = True
+    minimum_sites: int = 3
 
     @classmethod
     def from_properties(
@@ -46,14 +59,26 @@ class Policy:
         for name, value in properties.items():
             if name not in _KINDS or type(value) is not _KINDS[name]:
                 raise Refusal(Code.POLICY)
-        if properties.get("minimum_cell", 0) < 0:
+        if properties.get("minimum_cell", 0) < 0 or properties.get("minimum_sites", 2) < 2:
             raise Refusal(Code.POLICY)
         named = data or properties.get("data_root") or None
         return cls(
             data_root=kit / named if named else None,
             state_root=kit / (state or properties.get("state_root") or "state"),
-            **{name: properties[name] for name in ("publish_scores", "minimum_cell") if name in properties},
+            **{name: value for name, value in properties.items() if name not in _PATHS},
         )
+
+    def check_masking(self, masking: Settings | None) -> None:
+        """Hold a job's secure aggregation against what this site demands.
+
+        Raises:
+            Refusal: the job is weaker.
+        """
+        if masking is None:
+            if self.secure_aggregation:
+                raise Refusal(Code.OPEN_JOB)
+        elif masking.fewest < self.minimum_sites:
+            raise Refusal(Code.SMALL_SUMS, sites=masking.fewest, needed=self.minimum_sites)
 
     def publishes(self, n_test: float) -> bool:
         """Whether scores on so many test images may leave."""

@@ -14,11 +14,15 @@ from crossward.federation.errors import BadInput, CrosswardError
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.base import Method, Model, Task
 from crossward.methods.registry import create, fits
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.devices import Device
 from crossward.site.participant import Participant, Plugs
 from crossward.site.trainer import Training
 
 Part = TypeVar("Part")
+
+_AFTER_ROUNDS = 1
+"""The last evaluation and the test are sums of a round after the last one."""
 
 
 def _typed(kind: type[Part], **values: Any) -> Part:
@@ -40,6 +44,30 @@ class Study:
     plugs: Plugs
     participation: float = 1.0
     quorum: int | None = None
+    masking: Settings | None = None
+
+    def __post_init__(self) -> None:
+        if self.masking is None:
+            return
+        if self.method.under_masks(self.masking.fewest) != self.method:
+            raise BadInput(
+                f"{self.method.name} has options that secure aggregation does not allow; "
+                "write the job with: crossward job export --secagg"
+            )
+        if self.masking.fewest < self.method.fewest_masked:
+            raise BadInput(
+                f"{self.method.name} under secure aggregation needs sums over at least {self.method.fewest_masked} "
+                f"sites, not {self.masking.fewest}"
+            )
+
+    def masked(self, masking: Settings) -> Study:
+        """The same study under secure aggregation, with the options that its method then demands."""
+        fewest = max(masking.fewest, self.method.fewest_masked)
+        stronger = replace(masking, min_sites=max(masking.min_sites, fewest), rounds=self.task.rounds + _AFTER_ROUNDS)
+        if self.quorum is not None and self.quorum < 1:
+            raise BadInput(f"a quorum of {self.quorum} is not at least 1")
+        quorum = None if self.quorum is None else max(self.quorum, fewest)
+        return replace(self, method=self.method.under_masks(fewest), masking=stronger, quorum=quorum)
 
     def options(self) -> dict[str, Any]:
         """The options as plain values."""
@@ -51,6 +79,7 @@ class Study:
             "plugs": asdict(self.plugs),
             "participation": self.participation,
             "quorum": self.quorum,
+            "masking": asdict(self.masking) if self.masking else None,
         }
         return dict(json.loads(json.dumps(options)))
 
@@ -65,6 +94,7 @@ class Study:
             given = dict(options)
             task = dict(given.pop("task"))
             classes = task["classes"]
+            masking = given.pop("masking", None)
             study = _typed(
                 cls,
                 method=create(given.pop("method"), **given.pop("options")),
@@ -73,6 +103,7 @@ class Study:
                 plugs=_typed(Plugs, **given.pop("plugs")),
                 participation=given.pop("participation", 1.0),
                 quorum=given.pop("quorum", None),
+                masking=None if masking is None else _typed(Settings, **masking),
             )
         except CrosswardError:
             raise

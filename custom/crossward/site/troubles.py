@@ -30,6 +30,12 @@ class Code(IntEnum):
     MEMORY = 21
     INTERNAL = 22
     BAD_TASK = 23
+    OPEN_JOB = 24
+    SMALL_SUMS = 25
+    NOT_MASKED = 26
+    MASKED_BEFORE = 27
+    NO_CERTIFICATE = 28
+    NO_KEYS = 29
     DISK_FULL = 30
     STORAGE = 31
     OTHER_VAULT = 32
@@ -41,6 +47,7 @@ class Code(IntEnum):
     SERVER_INTERNAL = 45
     NOT_RESUMABLE = 46
     ABORTED = 47
+    NO_SUM = 48
     GATE = 50
     NOT_DECLARED = 51
 
@@ -100,6 +107,31 @@ _WORDS: dict[Code, _Words] = {
     Code.MEMORY: _Words("the site ran out of memory", "Use a smaller batch size, or give the site more memory"),
     Code.INTERNAL: _Words("the site met an unexpected error", f"{_SITE_LOG}; please report it"),
     Code.BAD_TASK: _Words("the server sent the site something that the study does not declare", _SITE_LOG),
+    Code.OPEN_JOB: _Words(
+        "the site's policy demands secure aggregation, and the job does not use it",
+        "Export the job with --secagg; the rule is secure_aggregation in the site's local/privacy.json",
+    ),
+    Code.SMALL_SUMS: _Words(
+        "the job would open sums over {sites:.0f} sites, and the site's policy wants at least {needed:.0f} in each",
+        "Export the job with a larger --min-sum; the rule is minimum_sites in the site's local/privacy.json",
+        ("sites", "needed"),
+    ),
+    Code.NOT_MASKED: _Words(
+        "the site did not take a step of secure aggregation: a message of the server or of another site does not hold",
+        f"{_SITE_LOG}. Nothing of the site's can be read without that step",
+    ),
+    Code.MASKED_BEFORE: _Words(
+        "the site's update of this model is in a sum that was opened before, with other sites or another plan",
+        "Resume with the same sites as then; the site never lets two sums differ by a few sites",
+    ),
+    Code.NO_CERTIFICATE: _Words(
+        "the site's kit has no certificate and key to sign with, or they cannot be read",
+        "Look for client.crt, client.key and rootCA.pem in the kit's startup folder",
+    ),
+    Code.NO_KEYS: _Words(
+        "the site has no keys of this job any more: its process was started anew",
+        "Nothing to do: all sites agree on new keys before the next round",
+    ),
     Code.DISK_FULL: _Words(
         "the disk with the site's state is full; what was there before is untouched",
         "Free some space at the site, then resume the run",
@@ -131,6 +163,11 @@ _WORDS: dict[Code, _Words] = {
     ),
     Code.ABORTED: _Words(
         "the job was ended from outside before it was finished; finished rounds are kept", "Resume the run to go on"
+    ),
+    Code.NO_SUM: _Words(
+        "only {sites:.0f} sites were left for a sum that needs {needed:.0f}; finished rounds are kept",
+        "Bring the missing sites back and resume the run; nothing is trained again",
+        ("sites", "needed"),
     ),
     Code.GATE: _Words(
         "the site's gate stopped the answer: it held something that may not leave the site",

@@ -1,23 +1,34 @@
 """The vault: what never leaves a site, and the models that the site may deploy.
 
 ``local-RRRR`` holds the local tensors after training in round R; ``model-RRRR`` the whole model as it stood when the
-site received the result of round R. Files are written atomically, and nothing that a retry could need is
+site received the result of round R; ``keys-RRRR`` what opens this site's part of that result under secure
+aggregation. Files are written atomically, and nothing that a retry could need is
 deleted: the local tensors of the round before stay until the next result has arrived.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from crossward.federation.contract import Tensors
 from crossward.federation.errors import OtherStudy
-from crossward.federation.storage import private_folder, read_tensors, write_tensors
+from crossward.federation.storage import (
+    atomic_file,
+    private_folder,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 
 _FORMAT = "crossward.vault/1"
-_NAME = re.compile(r"(local|model)-(\d{4,})\.safetensors")
+_NAME = re.compile(r"(local|model|keys)-(\d{4,})\.(?:safetensors|json)")
 
 
 class Vault:
@@ -49,6 +60,28 @@ class Vault:
         """The whole model as it was received after a round."""
         return self._read(self._path("model", round_number))
 
+    def latest_model(self) -> dict[str, Tensor]:
+        """The whole model of the last round whose result was received; none at the start."""
+        rounds = self._rounds("model")
+        return self.model(rounds[-1]) if rounds else {}
+
+    def keep_keys(self, round_number: int, keys: Mapping[str, Any]) -> None:
+        """Store what opens this site's part of a round's result: the result may arrive in another job."""
+        write_json(self._keys_path(round_number), keys)
+
+    def keys(self, round_number: int) -> dict[str, Any]:
+        """What opens this site's part of a round's result; nothing where the site was not in its sum."""
+        path = self._keys_path(round_number)
+        return read_json(path) if path.exists() else {}
+
+    def secret(self) -> bytes:
+        """32 random bytes of this site and run, drawn once."""
+        path = self._folder / "secret"
+        if not path.exists():
+            with atomic_file(path) as stream:
+                stream.write(secrets.token_bytes(32))
+        return path.read_bytes()
+
     def promote(self, tensors: Tensors) -> Path:
         """Store the model that the site deploys."""
         path = self._folder / "deployed.safetensors"
@@ -60,6 +93,9 @@ class Vault:
         for number in self._rounds("model"):
             if number not in (received, best):
                 self._path("model", number).unlink(missing_ok=True)
+        for number in self._rounds("keys"):
+            if number <= received and (number != best or self._path("model", number).exists()):
+                self._keys_path(number).unlink(missing_ok=True)
         trained = [number for number in self._rounds("local") if number <= received]
         needed = set(trained[-2:])
         if best is not None and not self._path("model", best).exists():
@@ -70,6 +106,9 @@ class Vault:
 
     def _path(self, kind: str, round_number: int) -> Path:
         return self._folder / f"{kind}-{round_number:04d}.safetensors"
+
+    def _keys_path(self, round_number: int) -> Path:
+        return self._folder / f"keys-{round_number:04d}.json"
 
     def _rounds(self, kind: str) -> list[int]:
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())

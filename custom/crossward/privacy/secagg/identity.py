@@ -68,6 +68,9 @@ def check_signed(message: bytes, signature: bytes, *, certificate: bytes, name: 
         names = chain[0].subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         if [each.value for each in names] != [name]:
             raise Untrusted(f"the certificate given for {name} is another's")
+        # Provisioning writes it into the certificates of people; sites have none.
+        if chain[0].subject.get_attributes_for_oid(NameOID.UNSTRUCTURED_NAME):
+            raise Untrusted(f"the certificate of {name} is that of a user and not of a site")
         _verify(chain[0].public_key(), message, signature)
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
         raise Untrusted(f"what is said to come from {name} is not signed by its certificate") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -103,6 +104,23 @@ def _mask_range(words: Words, start: int, end: int, masks: Sequence[Mask], ciphe
 
 
 _ADD: dict[int, Callable[..., Any]] = {1: np.add, -1: np.subtract}
+
+
+def remove_pads(words: Words, pads: Sequence[bytes], *, cipher: CipherName = "aes-256-ctr", threads: int = 1) -> None:
+    """Make a site's own slot of an opened sum readable, in place."""
+    apply_masks(words, [Mask(key, -1) for key in pads], cipher=cipher, threads=threads)
+
+
+def fingerprint(words: Words, context: bytes) -> bytes:
+    """What a site signs of its masked vector (GMAC under a public key of the attempt).
+
+    It shows that the vector that arrived is the one that was signed, at the speed of memory. Whoever can change
+    messages inside TLS could make another vector with the same fingerprint: that is the server, which adds them up.
+    """
+    cipher = Cipher(algorithms.AES(sha256(context).digest()), modes.GCM(bytes(12))).encryptor()
+    cipher.authenticate_additional_data(words.data.cast("B"))
+    cipher.finalize()
+    return cipher.tag
 
 
 def keystream(key: bytes, count: int, *, cipher: CipherName = "aes-256-ctr") -> Words:

@@ -104,3 +104,17 @@ def check_same_update(uses: Sequence[Use], update: str) -> None:
     """Refuse another update of a model: the others may have opened the sum with the first one without this site."""
     if any(use.update != update for use in uses):
         raise AlreadyUsed("another update of the same model was masked before; only the same one may be masked again")
+
+
+def hold_to(memory: Memory, run: str, what: str, value: str, *, job: str, most: int = 1) -> None:
+    """Let something have only so many different values in a run, also beyond this job and process.
+
+    Raises:
+        AlreadyUsed: this would be one more.
+    """
+    kept = {use.update for use in memory.uses(run, what)}
+    if value in kept:
+        return
+    if len(kept) >= most:
+        raise AlreadyUsed(f"{what}: it was {len(kept)} times something else before, and that is the most")
+    memory.keep(run, what, Use(job, 0, 0, (), value, "", "masked"))

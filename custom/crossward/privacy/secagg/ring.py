@@ -47,41 +47,44 @@ class Ring:
         *,
         weight: float,
         limit: float,
+        coefficient: float = 1.0,
         rounding_key: bytes | None = None,
         cipher: CipherName = "aes-256-ctr",
     ) -> int:
-        """Write ``weight * values`` as whole numbers; gives how many values were outside the range and held at its end.
+        """Write ``weight * coefficient * values`` as whole numbers; gives how many products were held at a limit.
 
         Args:
             out: as many words as there are values.
             values: flat float32.
             weight: this site's, from 0 to 1.
-            limit: the end of the public range, on both sides of 0.
+            limit: the end of the public range of the products, on both sides of 0.
+            coefficient: makes products of values.
             rounding_key: where given, values are rounded up or down by chance, right on average; else to the nearest.
             cipher: that makes the chances from the key.
 
         Raises:
             PrivacyRefusal: a value is not finite, or weight or range make no sense. Nothing may be sent then.
         """
-        if not (0 <= weight <= 1 and 0 < limit < np.inf):
-            raise PrivacyRefusal("a weight outside 0 to 1, or a range without an end")
-        ratio = weight * self.levels / limit
-        if not (limit > _SMALLEST and ratio < _LARGEST):
+        if not (0 <= weight <= 1 and 0 < limit < np.inf and np.isfinite(coefficient)):
+            raise PrivacyRefusal("a weight outside 0 to 1, a range without an end, or a coefficient that is none")
+        ratio = weight * coefficient * self.levels / limit
+        if not (limit > _SMALLEST and abs(ratio) < _LARGEST):
             raise PrivacyRefusal("a range that is too small to be worked with; nothing was sent")
         # Beside a chance float32 has no room for the larger whole numbers.
         kind: type[np.floating[Any]] = np.float32 if rounding_key is None else np.float64
-        factor, end = kind(ratio), kind(limit)
+        factor, end = kind(ratio), kind(min(limit / abs(coefficient), _LARGEST) if coefficient else _LARGEST)
         outside = 0
         scaled: NDArray[Any] = np.empty(min(_CHUNK, max(1, len(values))), dtype=kind)
         chances = None if rounding_key is None else _Chances(rounding_key, len(values), cipher)
         for first in range(0, len(values), _CHUNK):
             piece = values[first : first + _CHUNK]
-            if not np.isfinite(piece).all():
-                raise PrivacyRefusal("a value is not a finite number; nothing was sent")
             own = scaled[: len(piece)]
-            np.clip(piece, -end, end, out=own)
-            outside += int(np.count_nonzero(own != piece))
-            own *= factor
+            # Two quick looks tell that nothing has to be cut off; they fail for what is not a number.
+            if -end <= piece.min() and piece.max() <= end:
+                np.multiply(piece, factor, out=own)
+            else:
+                outside += _held(piece, end, own)
+                own *= factor
             if chances is None:
                 np.rint(own, out=own)
             else:
@@ -92,12 +95,14 @@ class Ring:
     def decode(self, words: Words, *, limit: float) -> NDArray[np.float64]:
         """The sum of weighted values, from the sum of what sites wrote."""
         shift = 32 - self.bits
-        signed = (words << np.uint32(shift)).view(np.int32) >> np.int32(shift)
-        return signed.astype(np.float64) * (limit / self.levels)
+        signed = words.view(np.int32) if not shift else (words << np.uint32(shift)).view(np.int32) >> np.int32(shift)
+        values: NDArray[np.float64] = np.multiply(signed, limit / self.levels, dtype=np.float64)
+        return values
 
     def narrow(self, words: Words) -> None:
         """Leave only the bits that travel, in place."""
-        np.bitwise_and(words, np.uint32((1 << self.bits) - 1), out=words)
+        if self.bits < 32:
+            np.bitwise_and(words, np.uint32((1 << self.bits) - 1), out=words)
 
     def pack(self, words: Words) -> NDArray[np.uint8]:
         """The lower bits of every word, as they travel."""
@@ -116,6 +121,14 @@ class Ring:
         words = np.zeros((len(octets) // width, WORD), dtype=np.uint8)
         words[:, :width] = octets.reshape(-1, width)
         return words.reshape(-1).view("<u4")
+
+
+def _held(values: NDArray[np.float32], end: np.floating[Any], out: NDArray[Any]) -> int:
+    """Hold values within a range; gives how many were outside."""
+    if not np.isfinite(values).all():
+        raise PrivacyRefusal("a value is not a finite number; nothing was sent")
+    np.clip(values, -end, end, out=out)
+    return int(np.count_nonzero(out != values))
 
 
 class _Chances:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.secagg.canonical import Malformed, decode, digest
 from crossward.privacy.secagg.identity import Untrusted
 from crossward.privacy.secagg.keys import signed_by, unlock
-from crossward.privacy.secagg.masks import Mask, Words, apply_masks
+from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
 from crossward.privacy.secagg.messages import (
     AGREED,
     REVEAL,
@@ -171,7 +170,7 @@ class Attempt:
             raise Malformed(f"{site}'s vector is not of {self._words} words")
         if body.get("sharers") != set_digest(self._sharers):
             raise Caught(site, "masked for other sharers", message)
-        if body.get("vector") != sha256(words.data).digest():
+        if body.get("vector") != fingerprint(words, self._context):
             raise Malformed(f"{site}'s vector is not the one that it signed")
         self._uploads[site] = message
         np.add(self.sum, words, out=self.sum)

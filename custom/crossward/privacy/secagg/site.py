@@ -7,9 +7,8 @@ this site.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from typing import Any
 
 from crossward.federation.errors import PrivacyRefusal
@@ -19,7 +18,7 @@ from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
 from crossward.privacy.secagg.keys import JobKeys, PairRoots, derive, fresh, lock, sign, signed_by, unlock
-from crossward.privacy.secagg.masks import Mask, Words, apply_masks
+from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
 from crossward.privacy.secagg.memory import (
     AlreadyUsed,
     Memory,
@@ -29,11 +28,11 @@ from crossward.privacy.secagg.memory import (
     check_same_update,
     check_sum,
 )
-from crossward.privacy.secagg.messages import AGREED, JOINED, REVEAL, SHARE, UPLOAD, commitment, names_of
+from crossward.privacy.secagg.messages import AGREED, JOINED, REVEAL, SHARE, UPLOAD, names_of
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.roster import Roster, check_roster, hello
 from crossward.privacy.secagg.settings import Settings
-from crossward.privacy.secagg.shamir import SHARE_BYTES, split
+from crossward.privacy.secagg.shamir import split
 
 STRIKES = 3
 _BEFORE_KEYS = ("new", "greeted", "joined", "left")
@@ -49,6 +48,7 @@ class SecureSite:
         identity: the site's certificate and key.
         roots: the site's own copy of the federation's root certificate.
         memory: what was used before; kept on disk by the caller.
+        outsiders: names that have certificates of the federation and are no sites, such as the server's.
         threads: for masking.
     """
 
@@ -61,6 +61,7 @@ class SecureSite:
         identity: Identity,
         roots: bytes,
         memory: Memory,
+        outsiders: Collection[str] = (),
         threads: int = 1,
     ) -> None:
         self.name = name
@@ -69,6 +70,7 @@ class SecureSite:
         self._identity = identity
         self._trusted = roots
         self._memory = memory
+        self._outsiders = outsiders
         self._threads = threads
         self._keys = JobKeys()
         self._state = "new"
@@ -93,6 +95,8 @@ class SecureSite:
         """Check everybody's keys; the first site by name also draws the key that only sites know."""
         self._expect("greeted")
         roster = check_roster(hellos, job=self._job, settings=self.settings, roots=self._trusted)
+        if not roster.members.keys().isdisjoint(self._outsiders):
+            raise Untrusted("somebody on the roster is no site")
         own = roster.members.get(self.name)
         if own is None or (own.agree_key, own.verify_key) != (self._keys.agree_key, self._keys.verify_key):
             raise Untrusted("the roster has other keys for this site than its own")
@@ -131,11 +135,12 @@ class SecureSite:
             raise OutOfTurn("the sites have not agreed on keys yet")
         return derive(self._group, purpose, parts=parts)
 
-    def begin(self, binding: Binding) -> bytes:
+    def begin(self, binding: Binding, *, note: bytes = b"") -> bytes:
         """Begin an attempt: draw its secrets and share them among the cohort.
 
         Args:
             binding: made from what this site itself received and trained from.
+            note: for the other sites to read, and not for the server; of the same length at every site.
         """
         if self._state in _BEFORE_KEYS:
             raise OutOfTurn("a sum before the sites have agreed on keys")
@@ -168,24 +173,22 @@ class SecureSite:
         wrapped = lock(wrap_key, encode(seeds), about=digest("wrapped", context, self.name))
         boxes = {}
         for peer in peers:
-            content = shares[peer].self_share + shares[peer].wrap_share
-            body = {
-                "to": peer,
-                "box": lock(self._share_key(context, self.name, peer), content, about=context),
-                "shares": shares[peer].commitments(context),
-                "own": shares[self.name].commitments(context),
-                "pair": commitment("pair", context, seeds[peer]),
-                "self": commitment("self", context, self_seed),
-                "wrap": commitment("wrap", context, wrap_key),
-                "wrapped": digest("wrapped seeds", wrapped),
-            }
+            hidden = {"pair": seeds[peer], "self": self_seed, "wrap": wrap_key}
+            box = lock(self._share_key(context, self.name, peer), shares[peer].packed(note), about=context)
+            body = messages.share_body(context, peer, box, shares[peer], shares[self.name], hidden, wrapped)
             boxes[peer] = sign(SHARE, body, sender=self.name, context=context, keys=self._keys)
-        self._attempt = SiteAttempt(binding, context, threshold, seeds, self_seed, shares[self.name])
+        self._attempt = SiteAttempt(binding, context, threshold, seeds, self_seed, shares[self.name], note)
         self._state = "shared"
         return encode({"boxes": boxes, "wrapped": wrapped})
 
     def contribute(
-        self, inbox: Mapping[str, bytes], words: Words, *, update: str, slots: Mapping[str, slice] | None = None
+        self,
+        inbox: Mapping[str, bytes],
+        words: Words,
+        *,
+        update: str,
+        slots: Mapping[str, slice] | None = None,
+        heed: Callable[[Mapping[str, bytes]], None] | None = None,
     ) -> bytes:
         """Mask this site's vector in place, and sign it.
 
@@ -194,16 +197,18 @@ class SecureSite:
             words: the vector as whole numbers; masked when this returns.
             update: digest of the update that the vector was made from.
             slots: parts of the vector that only the named site may read.
+            heed: gets every sharer's note, and may refuse to mask.
 
         Raises:
             Blamed: a sharer's message does not hold; nothing is masked then.
         """
         with self._attempting("shared") as attempt:
-            return self._contribute(attempt, inbox, words, update, slots or {})
+            self._take_shares(attempt, inbox)
+            if heed is not None:
+                heed({**attempt.notes, self.name: attempt.own_note})
+            return self._mask(attempt, words, update, slots or {})
 
-    def _contribute(
-        self, attempt: SiteAttempt, inbox: Mapping[str, bytes], words: Words, update: str, slots: Mapping[str, slice]
-    ) -> bytes:
+    def _take_shares(self, attempt: SiteAttempt, inbox: Mapping[str, bytes]) -> None:
         sharers = tuple(sorted([*inbox, self.name]))
         if self.name in inbox or not set(sharers) <= set(attempt.binding.cohort):
             raise Untrusted("sharers that are not of the cohort")
@@ -211,25 +216,29 @@ class SecureSite:
         if len(sharers) < attempt.threshold:
             raise PrivacyRefusal(f"{len(sharers)} sites shared their secrets, and opening takes {attempt.threshold}")
         for peer, message in inbox.items():
-            attempt.held[peer] = self._take_share(attempt, peer, message)
+            self._take_share(attempt, peer, message)
         attempt.held[self.name] = attempt.own_shares
+        attempt.sharers = sharers
+
+    def _mask(self, attempt: SiteAttempt, words: Words, update: str, slots: Mapping[str, slice]) -> bytes:
+        sharers = attempt.sharers
         if not set(slots) <= set(attempt.binding.cohort):
             raise Untrusted("a slot for a site that is not of the cohort")
         uses = self._memory.uses(attempt.binding.run, attempt.binding.model)
         check_same_update(uses, update)
         check_sum(uses, cohort=sharers, about=about_of(attempt.binding))
-        attempt.sharers, attempt.update = sharers, update
+        attempt.update = update
         # On disk before the first mask is made: a copy of this process must not use these keys again.
         self._note(attempt, sharers, "masked")
         masks = [Mask(attempt.self_seed, 1)]
-        masks += [Mask(attempt.pair_seeds[peer], 1 if self.name < peer else -1) for peer in inbox]
+        masks += [Mask(attempt.pair_seeds[peer], 1 if self.name < peer else -1) for peer in attempt.notes]
         apply_masks(words, masks, cipher=self.settings.cipher, threads=self._threads)
         for owner, where in slots.items():
             self._pad(attempt, owner, words[where])
         Ring(self.settings.bits, len(sharers)).narrow(words)
         attempt.self_seed, attempt.pair_seeds = b"", {}
         self._state = "uploaded"
-        body = {"sharers": messages.set_digest(sharers), "vector": sha256(words.data).digest()}
+        body = {"sharers": messages.set_digest(sharers), "vector": fingerprint(words, attempt.context)}
         return sign(UPLOAD, body, sender=self.name, context=attempt.context, keys=self._keys)
 
     def survivors(self, uploads: Mapping[str, bytes]) -> bytes:
@@ -275,14 +284,13 @@ class SecureSite:
             if body.get("survivors") != messages.set_digest(attempt.survivors):
                 raise Blamed(name, "agreed to another set of survivors; the server told sites different things")
 
-    def remove_pads(self, words: Words) -> None:
-        """Make this site's own slot of the opened sum readable, in place."""
+    def take_pads(self) -> list[bytes]:
+        """The keys of the others' pads on this site's own slot of the opened sum; given out once."""
         attempt = self._at("opened")
         if not attempt.pads:
-            raise OutOfTurn("the sum has no slot for this site, or its pads are off already")
-        pads = [Mask(attempt.pads[peer], -1) for peer in attempt.survivors if peer != self.name]
-        attempt.pads = {}
-        apply_masks(words, pads, cipher=self.settings.cipher, threads=self._threads)
+            raise OutOfTurn("the sum has no slot for this site, or its pads were taken already")
+        pads, attempt.pads = attempt.pads, {}
+        return [pads[peer] for peer in attempt.survivors if peer != self.name]
 
     def forget_attempt(self) -> None:
         """Give an attempt up; its secrets are gone."""
@@ -312,7 +320,7 @@ class SecureSite:
         attempt.held = {}
         return sign(REVEAL, body, sender=self.name, context=attempt.context, keys=self._keys)
 
-    def _take_share(self, attempt: SiteAttempt, peer: str, message: bytes) -> messages.Shares:
+    def _take_share(self, attempt: SiteAttempt, peer: str, message: bytes) -> None:
         try:
             body = self._open(message, SHARE, peer, attempt.context)
             if body.get("to") != self.name:
@@ -323,14 +331,7 @@ class SecureSite:
             raise Blamed(
                 peer, f"or the server changed what it shares, or has another round in mind ({error})"
             ) from error
-        if len(content) != 2 * SHARE_BYTES:
-            raise Blamed(peer, "sent shares of a wrong size")
-        shares = messages.Shares(content[:SHARE_BYTES], content[SHARE_BYTES:])
-        if body.get("shares") != shares.commitments(attempt.context):
-            raise Blamed(peer, "committed to other shares than it sent")
-        if body.get("pair") != commitment("pair", attempt.context, attempt.pair_seeds[peer]):
-            raise Blamed(peer, "committed to another mask for the pair than this site")
-        return shares
+        attempt.take(peer, body, content)
 
     def _pad(self, attempt: SiteAttempt, owner: str, words: Words) -> None:
         """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""

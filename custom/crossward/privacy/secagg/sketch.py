@@ -7,43 +7,22 @@ inner products exactly. Either way a site that colludes with the server gives th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
+from crossward.federation.blocks import SKETCH_WIDTH
 from crossward.federation.contract import Vector
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.keys import derive
 from crossward.privacy.secagg.masks import keystream
 
-WIDTH = 512
+WIDTH = SKETCH_WIDTH
 """Numbers in a sketch: cosines are off by about one over the square root of it."""
 
 _BUCKETS = 8192
-_FEWEST_PER_NUMBER = 8
-
-
-def smallest_block() -> int:
-    """A block with fewer values than this is not sketched by itself: the sketch would nearly determine it."""
-    return _FEWEST_PER_NUMBER * WIDTH
-
-
-def merge_blocks(blocks: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """Join neighbouring blocks until each is large enough to be sketched; what is left over joins the last one."""
-    merged: dict[str, list[str]] = {}
-    waiting: list[str] = []
-    name = ""
-    for block, names in blocks.items():
-        name = name or block
-        waiting += names
-        if sum(sizes[each] for each in waiting) > smallest_block():
-            merged[name], waiting, name = waiting, [], ""
-    if waiting:
-        last = next(reversed(merged), name)
-        merged[last] = [*merged.get(last, []), *waiting]
-    return merged
 
 
 def sketch(pieces: Iterable[NDArray[np.float32]], key: bytes) -> Vector:

@@ -1,8 +1,8 @@
 """A site's contribution as one vector of whole numbers, and the sum of such vectors as sums of tensors again.
 
 Products ``coefficient * tensor`` come first, in fixed point within public limits: those for all sites, then a slot for
-each site that is to read its own. After them, exactly: the coefficients alone, the tallies, and how many values
-were held at a limit. No number of a single site is ever outside the vector.
+each site that is to read its own, which ends with check words. After them, exactly: the coefficients alone, the
+tallies, and how many values were held at a limit. No number of a single site is ever outside the vector.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crossward.federation.contract import ALL, Contribution, Summed, Tally, Vector
+from crossward.federation.contract import ALL, Contribution, Share, Summed, Tally, Vector
 from crossward.federation.errors import PrivacyRefusal
 from crossward.federation.rules import per_row
 from crossward.privacy.secagg.canonical import digest
 from crossward.privacy.secagg.keys import derive
-from crossward.privacy.secagg.masks import CipherName, Words
+from crossward.privacy.secagg.masks import CipherName, Words, keystream
 from crossward.privacy.secagg.ring import Bits, Ring
 
 # An exact number is written in so many bits of every word that sums of 256 of them do not reach the word's end.
@@ -30,6 +30,12 @@ _NUMBER_BITS = 60
 _FRACTION_BITS = 24
 _LARGEST = 2.0 ** (_NUMBER_BITS - _FRACTION_BITS - 1)
 _MOST_PARTIES = 256
+# Of a tensor with so many values a part of them may be held at a limit: beyond it the sum says little but signs, and
+# where all signs agree they are everybody's.
+_MANY_VALUES = 1024
+_MOST_HELD = 1 / 16
+_CHECKS = 32
+_CHECKED_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class VectorLayout:
                 self._numbers["coefficient", slot, name] = coefficient.shape
                 end += prod(self.sections[-1].shape)
             if slot != ALL:
+                end += _CHECKS
                 self.slots[slot] = slice(begin, end)
         self._numbers |= {("tally", key): shape for key, shape in tallies.items()}
         self._numbers |= {("outside", name): () for name in sorted({section.name for section in self.sections})}
@@ -101,6 +108,7 @@ class VectorLayout:
         limits: Mapping[str, float],
         *,
         rounding_key: bytes | None = None,
+        checks_key: bytes | None = None,
         cipher: CipherName = "aes-256-ctr",
     ) -> Words:
         """Write one site's contribution and tally.
@@ -110,30 +118,39 @@ class VectorLayout:
             tally: of this site; what it lacks counts as zero.
             limits: of every tensor, the largest product that is not cut off.
             rounding_key: see ``Ring.encode_into``; every section gets one of its own from it.
+            checks_key: of the slots' check words, which are zero without it.
             cipher: likewise.
 
         Raises:
-            PrivacyRefusal: a number is not finite or too large, or the contribution is not of this layout.
+            PrivacyRefusal: a number is not finite or too large, a limit would cut off much of a tensor, or the
+                contribution is not of this layout.
         """
         words = np.zeros(self.words, dtype=np.uint32)
         numbers: dict[tuple[str, ...], Vector] = {("tally", key): value for key, value in tally.items()}
         outside: dict[str, int] = {}
         for section in self.sections:
             share = contribution[section.slot][section.name]
-            product = _product(share.coefficient, share.value)
-            if product.shape != section.shape:
+            values, coefficient = _factors(share)
+            if values.shape != section.shape:
                 raise PrivacyRefusal(f"'{section.name}' has another shape than the vector has room for")
-            outside[section.name] = outside.get(section.name, 0) + self.ring.encode_into(
+            held = self.ring.encode_into(
                 words[section.where],
-                product.reshape(-1),
+                values.reshape(-1),
                 weight=1 / self.ring.parties,
                 limit=limits[section.name],
+                coefficient=coefficient,
                 rounding_key=rounding_key and derive(rounding_key, "rounding", parts=[section.slot, section.name]),
                 cipher=cipher,
             )
+            if values.size >= _MANY_VALUES and held > _MOST_HELD * values.size:
+                raise PrivacyRefusal(f"the range for '{section.name}' is so narrow that mostly signs would be left")
+            outside[section.name] = outside.get(section.name, 0) + held
             numbers["coefficient", section.slot, section.name] = np.asarray(share.coefficient, dtype=np.float64)
         numbers |= {("outside", name): np.array(float(count)) for name, count in outside.items()}
         words[self._exact_start :] = self._exactly(self._flat(numbers))
+        if checks_key is not None:
+            for where in self.slots.values():
+                words[where][-_CHECKS:] = checks_of(words[where][:-_CHECKS], checks_key)
         return words
 
     def _flat(self, numbers: Mapping[tuple[str, ...], Vector]) -> Vector:
@@ -192,9 +209,34 @@ class VectorLayout:
         return values
 
 
-def _product(coefficient: float | Vector, value: torch.Tensor) -> NDArray[np.float32]:
-    if isinstance(coefficient, np.ndarray):
-        found: NDArray[np.float32] = (value * per_row(coefficient, value)).float().numpy()
-        return found
-    product: NDArray[np.float32] = np.multiply(value.numpy(), np.float32(coefficient), dtype=np.float32)
-    return product
+def checks_of(words: Words, key: bytes) -> Words:
+    """Secret linear functions of a slot's words, which add up with them: a sum that was changed does not fit its own.
+
+    A change goes unseen with a chance of one in 2^32, for whoever has not the key.
+    """
+    found = np.zeros(_CHECKS, dtype=np.uint32)
+    for first in range(0, len(words), _CHECKED_AT_ONCE):
+        piece = words[first : first + _CHECKED_AT_ONCE]
+        factors = keystream(derive(key, "checks", parts=[first]), _CHECKS * len(piece)).reshape(_CHECKS, -1)
+        found += (factors * piece).sum(axis=1, dtype=np.uint32)
+    return found
+
+
+def checked(words: Words, key: bytes, *, bits: Bits) -> Words:
+    """A site's own slot of an opened sum without its check words, once its pads are off.
+
+    Raises:
+        PrivacyRefusal: it is not what the sites summed.
+    """
+    content, checks = words[:-_CHECKS], words[-_CHECKS:]
+    if ((checks_of(content, key) - checks) << np.uint32(32 - bits)).any():
+        raise PrivacyRefusal("what is said to be this site's part of a sum is not what the sites summed for it")
+    return content
+
+
+def _factors(share: Share) -> tuple[NDArray[np.float32], float]:
+    """Values and the one number that makes products of them; rows with a number each are multiplied here."""
+    if isinstance(share.coefficient, np.ndarray):
+        rows: NDArray[np.float32] = (share.value * per_row(share.coefficient, share.value)).float().numpy()
+        return rows, 1.0
+    return share.value.numpy(), share.coefficient

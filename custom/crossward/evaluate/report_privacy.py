@@ -1,0 +1,73 @@
+"""The report's page on protection: what the server could see, in words for a privacy officer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crossward.evaluate.plots import Html, join, tag
+from crossward.evaluate.table import percent
+
+_SECAGG_ON = "The server saw only the sum of the hospitals' contributions, never one hospital's own."
+_SECAGG_OFF = "The server could read every hospital's update. An update can give away facts about the images behind it."
+_DP_ON = (
+    "Noise limits what anyone can learn about a single training image from all that was sent. "
+    "Epsilon measures the limit: smaller is safer."
+)
+_DP_OFF = "No mathematical limit was set on what the model or the updates tell about a single training image."
+_SCANS = "No scan is part of a round: hospitals send model updates and counts."
+
+
+def privacy_page(result: Mapping[str, Any]) -> Html:
+    """What was protected, and what the protection cost."""
+    privacy = result["privacy"]
+    entries = [("Scans", join(_SCANS)), ("Secure aggregation", _stated(privacy["secagg"], _SECAGG_ON, _SECAGG_OFF))]
+    if privacy["secagg"]:
+        entries += _sums(result)
+    entries.append(("Differential privacy", _stated(privacy["dp"], _DP_ON, _DP_OFF)))
+    spent = [f"{site} {value:.3g}" for site, value in (privacy["epsilon"] or {}).items() if value is not None]
+    if spent or privacy["dp"]:
+        entries.append(("Epsilon spent", join(", ".join(spent) or "not recorded")))
+    listed = [part for title, content in entries for part in (tag("dt", title), tag("dd", content))]
+    return join(tag("h2", "What was protected"), tag("dl", *listed))
+
+
+def _sums(result: Mapping[str, Any]) -> list[tuple[str, Html]]:
+    rounds = [entry["secagg"] for entry in result["rounds"] if "secagg" in entry]
+    sizes = sorted({len(entry["sites"]) for entry in rounds})
+    if not sizes:
+        return []
+    number = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    least = result["privacy"].get("fewest_sites")
+    limit = f" A sum over fewer than {least} would not have been opened." if least else ""
+    found = [("Sums", join(f"Every round's sum was over {number} hospitals.{limit}"))]
+    tested = result["privacy"].get("test") or {}
+    if tested.get("n"):
+        share = percent(tested["accuracy"], tested["interval"])
+        found.append(("Tested together", join(f"{share} % right on all {tested['n']:.0f} test images.")))
+    found.append(("Difference from adding in the open", join(" ".join(_differences(result, rounds)))))
+    return found
+
+
+def _differences(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """By how much the model can differ from one whose server saw everything."""
+    masking = (result.get("options") or {}).get("masking") or {}
+    cut = sum(entry["cut_off"] for entry in rounds)
+    words = [f"Products are rounded to whole numbers of {masking.get('bits', 32)} bits."]
+    words.append(f"{cut:.0f} values were cut off at the end of their range." if cut else "No value was cut off.")
+    sketches = max(entry.get("sketches") or 0 for entry in rounds)
+    if sketches:
+        words.append(
+            f"Hospitals were compared by {sketches} sketches instead of exactly: a cosine between two of them is off "
+            "by about 0.04."
+        )
+    shifts = [entry["capped"] for entry in rounds if entry.get("capped") is not None]
+    if shifts:
+        words.append(
+            f"No hospital may dominate a sum: limits took away up to {percent(max(shifts))} % of a block's weight."
+        )
+    return words
+
+
+def _stated(on: Any, yes: str, no: str) -> Html:
+    return join(tag("span", "ON" if on else "OFF", class_="state on" if on else "state"), yes if on else no)

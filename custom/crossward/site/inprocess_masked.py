@@ -1,0 +1,139 @@
+"""A whole federation in one process under secure aggregation: real keys, masks and sums, certificates thrown away."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from crossward.evaluate.metrics import wilson_interval
+from crossward.federation.errors import CrosswardError, PrivacyRefusal, StorageFailure
+from crossward.privacy.secagg.server import SecureServer
+from crossward.privacy.secagg.throwaway import Authority
+from crossward.privacy.sums import MaskedAlgebra
+from crossward.site import messages
+from crossward.site.inprocess import Event, Run
+from crossward.site.masked_run import Cosines, MaskedRun
+from crossward.site.messages import EVALUATE, Message
+from crossward.site.release import Credentials, Release
+from crossward.site.summing import Summing
+
+_RUN = "run"
+
+
+class MaskedInProcess(Run):
+    """Runs a federation whose server sees sums only."""
+
+    def _open(self, pool: ThreadPoolExecutor) -> None:
+        if self._study.masking is None:
+            raise PrivacyRefusal("a masked run without its settings")
+        masking, authority, job = self._study.masking, Authority(), secrets.token_hex(8)
+        self._pool = pool
+        self._releases = {
+            name: Release(
+                participant,
+                masking=masking,
+                run=_RUN,
+                job=job,
+                credentials=Credentials(authority.identity(name), authority.roots),
+                memory=self._folder / "sites" / name / "masks",
+            )
+            for name, participant in self._participants.items()
+        }
+        self._summing = Summing(
+            lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=authority.roots),
+            MaskedAlgebra(self._coordinator.algebra, bits=masking.bits),
+            run=_RUN,
+            exchange=self._exchange,
+        )
+        self._masked = MaskedRun(self._coordinator, self._summing, self._address)
+        number = self._coordinator.state.round_number
+        self._summing.agree(
+            {name: self._address(number) for name in self._releases},
+            round_number=number,
+            enough=len(self._releases),
+        )
+
+    def _address(self, number: int) -> Message:
+        return messages.address(run=_RUN, study=self._study.digest(), round_number=number)
+
+    def _round(self, pool: ThreadPoolExecutor) -> None:
+        del pool
+        began, coordinator = time.monotonic(), self._coordinator
+        number = coordinator.state.round_number + 1
+        invited = coordinator.cohort(number)
+        self._listen(Event("round", number, figures={"invited": list(invited)}))
+        cosines: Cosines = {}
+
+        def take(site: str, answer: Message) -> None:
+            if "cosines" in answer:
+                cosines[site] = answer["cosines"]
+                self._listen(Event("trained", number, site, {"loss": None}))
+
+        asked = self._masked.asked(number, invited)
+        heard = self._ask(asked, take, number)
+        after, opened, tally = self._masked.close([site for site in invited if site in heard], cosines)
+        self._masked.assess(tally, heard, self._aggregated)
+        coordinator.close_round(
+            self._masked.record(opened, tally, asked, heard, seconds=time.monotonic() - began), after
+        )
+
+    def _aggregated(self, number: int, figures: Mapping[str, Any]) -> None:
+        self._listen(Event("aggregated", number, figures=figures))
+
+    def _close(self, pool: ThreadPoolExecutor) -> None:
+        del pool
+        number = self._coordinator.state.round_number
+        asked = {site: (EVALUATE, self._masked.with_model(site, number)) for site in self._summing.sites}
+        heard = self._ask(asked, lambda site, answer: None, number)
+        self._masked.assess(self._masked.validation(heard), heard, self._aggregated)
+
+    def _result(self, pool: ThreadPoolExecutor, began: float) -> dict[str, Any]:
+        result = super()._result(pool, began)
+        for name, facts in result["sites"].items():
+            correct = (facts["accuracy"] or 0.0) * facts["n_test"]
+            self._releases[name].tested(images=facts["n_test"], correct=correct)
+        images, correct = self._masked.test(list(self._releases))
+        summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
+        if images:
+            summed["interval"] = wilson_interval(round(correct), round(images))
+        return {**result, "privacy": {**result["privacy"], "secagg": True, "test": summed}}
+
+    def _exchange(
+        self,
+        task: str,
+        asked: Mapping[str, Message],
+        take: Callable[[str, Message], None],
+        *,
+        round_number: int,
+        enough: int,
+    ) -> Collection[str]:
+        del enough
+        return self._ask({site: (task, message) for site, message in asked.items()}, take, round_number)
+
+    def _ask(
+        self, asked: Mapping[str, tuple[str, Message]], take: Callable[[str, Message], None], number: int
+    ) -> list[str]:
+        """Hand every site its task; answers are taken in the sites' order, so that sums are the same in every run."""
+
+        def answer(site: str) -> Message | CrosswardError:
+            task, message = asked[site]
+            try:
+                return self._releases[site].tasks[task](message)
+            except StorageFailure:
+                raise
+            except CrosswardError as failure:
+                return failure
+
+        heard = []
+        for site, outcome in zip(asked, self._pool.map(answer, asked), strict=True):
+            try:
+                if isinstance(outcome, CrosswardError):
+                    raise outcome
+                take(site, outcome)
+                heard.append(site)
+            except CrosswardError as failure:
+                self._failed(failure, number, site)
+        return heard

@@ -1,0 +1,360 @@
+"""A site's masked side of a run: what it trained stays in its outbox, and leaves only as its part of a sum.
+
+Every message of the protocol is one task. The server's requests are checked here against what this site itself
+received and trained; the state machine in ``privacy/secagg`` then checks what other sites and the server sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossward.federation.contract import Payload, Report, Sealed, Summed, Tally, Vector
+from crossward.federation.rules import divide
+from crossward.federation.scopes import tensors_digest
+from crossward.privacy.secagg.identity import Identity
+from crossward.privacy.secagg.keys import derive
+from crossward.privacy.secagg.masks import remove_pads
+from crossward.privacy.secagg.memory import hold_to
+from crossward.privacy.secagg.ring import Ring
+from crossward.privacy.secagg.settings import Settings
+from crossward.privacy.secagg.site import SecureSite
+from crossward.privacy.secagg.sketch import rotation, sketch
+from crossward.privacy.secagg.vector import checked
+from crossward.privacy.sums import TEST, Kind, MaskedAlgebra, Request, received_digest
+from crossward.site import messages
+from crossward.site.mask_memory import DurableMemory
+from crossward.site.messages import (
+    BEGIN,
+    CONTRIBUTE,
+    EVALUATE,
+    JOIN,
+    KEYS,
+    REVEAL,
+    ROSTER,
+    SURVIVORS,
+    TRAIN,
+    Message,
+)
+from crossward.site.participant import Participant
+from crossward.site.troubles import Code, Refusal
+
+MOST_SKETCHES = 4
+"""Keys under which one update is sketched: the numbers of so many sketches are at most half of a block's values."""
+
+_MOST_RANGES = 4
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A site's certificate with its key, its own copy of the federation's root, and who is known to be no site."""
+
+    identity: Identity
+    roots: bytes
+    outsiders: frozenset[str] = frozenset()
+
+
+class Release:
+    """What leaves a site under secure aggregation.
+
+    Args:
+        participant: trains, and keeps what it trained.
+        masking: settings of the signed job, checked against the site's policy by the caller.
+        run: the run's name.
+        job: the job's own name, without the number of the agreement on keys.
+        credentials: who the site is.
+        memory: folder of what the site's masks were used for; the site's, not the run's.
+        threads: for masking.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        *,
+        masking: Settings,
+        run: str,
+        job: str,
+        credentials: Credentials,
+        memory: Path,
+        threads: int = 1,
+    ) -> None:
+        self._participant = participant
+        self._masking = masking
+        self._run = run
+        self._job = job
+        self._credentials = credentials
+        self._memory = DurableMemory(memory)
+        self._threads = threads
+        self._masked = MaskedAlgebra(participant.algebra, bits=masking.bits)
+        self._secure: SecureSite | None = None
+        self._model, self._round = "", 0
+        self._reports: dict[Kind, Report] = {}
+        self._digests: dict[Kind, str] = {}
+        self._request: Request | None = None
+        self.tasks: Mapping[str, Callable[[Mapping[str, Any]], Message]] = {
+            JOIN: self._join,
+            ROSTER: self._roster,
+            KEYS: self._keys,
+            TRAIN: self._train,
+            EVALUATE: self._evaluate,
+            BEGIN: self._begin,
+            CONTRIBUTE: self._contribute,
+            SURVIVORS: self._survivors,
+            REVEAL: self._reveal,
+        }
+
+    def _join(self, message: Mapping[str, Any]) -> Message:
+        """New keys, also in the middle of a job, when a site has lost its own."""
+        agreement = message.get("agreement")
+        if type(agreement) is not int:
+            raise Refusal(Code.BAD_TASK)
+        # What was turned by the old keys fits no sum under new ones.
+        self._request, self._reports, self._digests = None, {}, {}
+        self._secure = SecureSite(
+            self._participant.name,
+            f"{self._job}/{agreement}",
+            settings=self._masking,
+            identity=self._credentials.identity,
+            roots=self._credentials.roots,
+            memory=self._memory,
+            outsiders=self._credentials.outsiders,
+            threads=self._threads,
+        )
+        return {"hello": self._secure.hello()}
+
+    def _roster(self, message: Mapping[str, Any]) -> Message:
+        return {"joined": self._keyed().join(_part(message, "hellos", list))}
+
+    def _keys(self, message: Mapping[str, Any]) -> Message:
+        self._keyed().take_group(_part(message, "joined", dict))
+        return {}
+
+    def _train(self, message: Mapping[str, Any]) -> Message:
+        secure = self._keyed()
+        payload = messages.unpack_payload(message)
+        opened = self._received(payload)
+        validation = self._participant.receive(opened) if payload.round_number else {}
+        trained = self._participant.train(opened, validation)
+        report = self._turned(trained, secure)
+        self._reports = dict.fromkeys((Kind.TOTALS, Kind.RANGES, Kind.UPDATES), report)
+        # Of the report as it was trained: it is turned by another key in another job, and is the same report.
+        self._digests = dict.fromkeys(self._reports, _digest_of(trained))
+        return {"round": report.round_number, "cosines": self._cosines(report, secure)}
+
+    def _evaluate(self, message: Mapping[str, Any]) -> Message:
+        payload = messages.unpack_payload(message)
+        validation = self._participant.receive(self._received(payload))
+        self._reports, self._digests = {}, {}
+        self._count(Kind.VALIDATION, payload.round_number, validation)
+        return {"round": payload.round_number}
+
+    def restore(self, payload: Payload) -> Payload:
+        """The model of an earlier round in a form that this site can install."""
+        return self._opened(payload)
+
+    def tested(self, *, images: int, correct: float) -> None:
+        """Keep what was counted on the test images for a sum."""
+        values = (np.array([float(images)]), np.array([float(round(correct))]))
+        self._count(Kind.TEST, self._round, dict(zip(TEST, values, strict=True)))
+
+    def _begin(self, message: Mapping[str, Any]) -> Message:
+        request = self._requested(message)
+        binding = self._masked.binding(request, run=self._run, model=self._model)
+        if request.kind is Kind.UPDATES:
+            self._hold(f"ranges of {binding.model}", json.dumps(sorted(request.limits.items())), most=_MOST_RANGES)
+            # Keys of an attempt that failed do not open this one; its own come when it is opened.
+            self._participant.vault.keep_keys(request.round_number, {})
+        note = self._masked.rows(request, self._reports[request.kind])
+        shares = self._keyed().begin(binding, note=note)
+        self._request = request
+        return {"round": request.round_number, "shares": shares}
+
+    def _contribute(self, message: Mapping[str, Any]) -> Message:
+        request, secure = self._requested(message), self._keyed()
+        if self._request is None or request.message() != self._request.message():
+            raise Refusal(Code.NOT_MASKED)
+        layout = self._masked.layout(request)
+        contribution, tally = self._masked.parts(request, self._reports[request.kind])
+        checks = secure.group_key("checks", parts=[request.round_number]) if layout.slots else None
+        words = layout.encode(
+            contribution, tally, request.limits, rounding_key=self._chances(request), checks_key=checks
+        )
+        del contribution
+        upload = secure.contribute(
+            _part(message, "inbox", dict),
+            words,
+            update=self._digests[request.kind],
+            slots=layout.slots,
+            heed=lambda notes: self._heed(request, notes),
+        )
+        return {"round": request.round_number, "vector": layout.ring.pack(words), "upload": upload}
+
+    def _heed(self, request: Request, notes: Mapping[str, bytes]) -> None:
+        """See from what the others sealed to this site that its part is hidden among theirs."""
+        self._demand_whole(request, notes)
+        if request.kind is Kind.UPDATES:
+            self._masked.check_rows(self._name, notes, fewest=self._masking.fewest)
+
+    @staticmethod
+    def _demand_whole(request: Request, sites: Collection[str]) -> None:
+        if request.whole and set(sites) != set(request.cohort):
+            raise Refusal(Code.NOT_MASKED)
+
+    def _survivors(self, message: Mapping[str, Any]) -> Message:
+        uploads = _part(message, "uploads", dict)
+        if self._request is None:
+            raise Refusal(Code.NOT_MASKED)
+        self._demand_whole(self._request, uploads)
+        return self._opening(self._keyed().survivors(uploads))
+
+    def _reveal(self, message: Mapping[str, Any]) -> Message:
+        opening = self._keyed().reveal(_part(message, "agreements", dict))
+        return self._opening(opening)
+
+    def _opening(self, opening: bytes) -> Message:
+        request, secure = self._request, self._keyed()
+        if request is None:
+            raise Refusal(Code.NOT_MASKED)
+        if secure.state == "opened" and request.kind is Kind.UPDATES:
+            self._keep_keys(request, secure)
+        return {"round": request.round_number, "opening": opening}
+
+    def _keep_keys(self, request: Request, secure: SecureSite) -> None:
+        """What opens the result for this site is on disk before the result can exist."""
+        keys: dict[str, Any] = {
+            name: secure.group_key("rotation", parts=[request.round_number, name]).hex()
+            for name in self._masked.rotated
+        }
+        kept: dict[str, Any] = {"rotations": keys}
+        if self._masked.personal and request.plan is not None:
+            # Of what the server sends with the result only the numbers under pads are believed.
+            kept |= {
+                "pads": [key.hex() for key in secure.take_pads()],
+                "checks": secure.group_key("checks", parts=[request.round_number]).hex(),
+                "limits": {name: request.limits[name] for name in self._masked.personal},
+                "divisors": self._masked.divisors(request.plan, self._name),
+                "parties": len(request.cohort),
+            }
+        self._participant.vault.keep_keys(request.round_number, kept)
+
+    def _requested(self, message: Mapping[str, Any]) -> Request:
+        request = Request.from_message(_part(message, "sum", dict))
+        self._masked.check(request)
+        report = self._reports.get(request.kind)
+        after = 1 if request.kind in (Kind.VALIDATION, Kind.TEST) else 0
+        if report is None or self._name not in request.cohort or report.round_number + after != request.round_number:
+            raise Refusal(Code.NOT_MASKED)
+        return request
+
+    @property
+    def _name(self) -> str:
+        return self._participant.name
+
+    def _keyed(self) -> SecureSite:
+        if self._secure is None or self._secure.state == "left":
+            raise Refusal(Code.NO_KEYS)
+        return self._secure
+
+    def _received(self, payload: Payload) -> Payload:
+        model = received_digest(payload.tensors, payload.plan)
+        # A second model of a round, however little it differs, would be trained with the same chances.
+        self._hold(f"the model of round {payload.round_number}", model)
+        self._model, self._round = model, payload.round_number
+        self._request = None
+        return self._opened(payload)
+
+    def _hold(self, what: str, value: str, *, most: int = 1) -> None:
+        value = hashlib.sha256(value.encode()).hexdigest()
+        hold_to(self._memory, self._run, what, value, job=self._job, most=most)
+
+    def _opened(self, payload: Payload) -> Payload:
+        """The model as this site reads it: its own personal tensors without pads, turned vectors turned back."""
+        if not payload.round_number:
+            return payload
+        keys = self._participant.vault.keys(payload.round_number)
+        tensors, turned = dict(payload.tensors), keys.get("rotations", {})
+        if any(name in tensors and name not in turned for name in self._masked.rotated):
+            # Made without this site, under a key that it does not have; a method wants all of its extras or none.
+            tensors = {name: value for name, value in tensors.items() if name not in self._participant.algebra.extras}
+        for name in set(self._masked.rotated) & set(tensors):
+            key = bytes.fromhex(turned[name])
+            tensors[name] = _turned(tensors[name], rotation(tensors[name].shape[1], key).T)
+        return replace(payload, tensors=tensors | self._own(payload.sealed, keys), sealed=None)
+
+    def _own(self, sealed: Sealed | None, keys: Mapping[str, Any]) -> dict[str, Tensor]:
+        """This site's personal tensors; those it had where it was not in the round's sum."""
+        names = self._masked.personal
+        if sealed is None or not keys.get("pads"):
+            latest = self._participant.vault.latest_model()
+            return {name: latest[name] for name in names if name in latest}
+        words = sealed.words.copy()
+        pads = [bytes.fromhex(key) for key in keys["pads"]]
+        remove_pads(words, pads, cipher=self._masking.cipher, threads=self._threads)
+        words = checked(words, bytes.fromhex(keys["checks"]), bits=self._masking.bits)
+        ring, found, start = Ring(self._masking.bits, keys["parties"]), {}, 0
+        for name in names:
+            spec = self._participant.algebra.layout[name]
+            values = ring.decode(words[start : start + spec.numel], limit=keys["limits"][name] * ring.parties)
+            summed = Summed(torch.from_numpy(values.reshape(spec.shape)), float(keys["divisors"][name]))
+            found[name] = divide(summed).float()
+            start += spec.numel
+        return found
+
+    def _turned(self, report: Report, secure: SecureSite) -> Report:
+        """Turn the vectors whose cosines the server needs by a key that it does not know."""
+        update = dict(report.update)
+        for name in self._masked.rotated:
+            key = secure.group_key("rotation", parts=[report.round_number, name])
+            update[name] = _turned(update[name], rotation(update[name].shape[1], key))
+        return replace(report, update=update)
+
+    def _cosines(self, report: Report, secure: SecureSite) -> dict[str, Vector]:
+        """What the server compares sites by: sketches under a key of the sites, and turned vectors of length 1."""
+        if self._masked.sketched:
+            # Whoever colludes knows the keys, and every key gives equations for each other site's update.
+            self._hold(f"sketches from {self._model}", secure.group_key("sketches").hex(), most=MOST_SKETCHES)
+        found: dict[str, Vector] = {}
+        for block, name in self._masked.rotated_blocks.items():
+            vector = report.update[name].double().reshape(-1)
+            found[block] = (vector / vector.norm().clamp_min(1e-30)).numpy()
+        for block, names in self._masked.sketched.items():
+            key = secure.group_key("sketch", parts=[report.round_number, block])
+            found[block] = sketch((report.update[name].numpy().reshape(-1) for name in names), key)
+        return found
+
+    def _count(self, kind: Kind, round_number: int, tally: Tally) -> None:
+        self._reports[kind] = Report(self._name, round_number, self._model, {}, tally)
+        self._digests[kind] = _digest_of(self._reports[kind])
+
+    def _chances(self, request: Request) -> bytes | None:
+        """The key of chance rounding, where a ring is small; the same at every attempt."""
+        if self._masking.bits == 32:
+            return None
+        parts = [request.kind.value, request.round_number, self._model]
+        return derive(self._participant.vault.secret(), "chances", parts=parts)
+
+
+def _turned(rows: Tensor, by: Vector) -> Tensor:
+    return (rows.double() @ torch.from_numpy(by).T).float()
+
+
+def _digest_of(report: Report) -> str:
+    """What a site's part of a sum was made from, whatever masks and plans it gets."""
+    numbers = {key: value.tolist() for key, value in sorted({**report.tally, **report.validation}.items())}
+    content = f"{tensors_digest(report.update)} {json.dumps(numbers)}"
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _part(message: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = message.get(name)
+    if not isinstance(value, kind):
+        raise Refusal(Code.BAD_TASK)
+    return value

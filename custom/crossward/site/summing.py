@@ -1,0 +1,265 @@
+"""The server's side of one masked sum, over whatever carries the tasks: attempts until one is opened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from crossward.federation.contract import Plan, Vector
+from crossward.federation.errors import PrivacyRefusal
+from crossward.privacy.secagg.masks import Words
+from crossward.privacy.secagg.server import Attempt, Caught, SecureServer, TooFew
+from crossward.privacy.secagg.vector import VectorLayout
+from crossward.privacy.sums import Kind, MaskedAlgebra, Request, tallies_of
+from crossward.site.messages import BEGIN, CONTRIBUTE, JOIN, KEYS, REVEAL, ROSTER, SURVIVORS, Message
+from crossward.site.troubles import Code, Refusal
+
+MOST_ATTEMPTS = 4
+
+
+class Exchange(Protocol):
+    """One task for several sites; gives those that answered well. ``take`` may refuse an answer, which is then none."""
+
+    def __call__(
+        self,
+        task: str,
+        asked: Mapping[str, Message],
+        take: Callable[[str, Message], None],
+        *,
+        round_number: int,
+        enough: int,
+    ) -> Collection[str]: ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A sum without masks."""
+
+    request: Request
+    layout: VectorLayout
+    words: Words
+    survivors: tuple[str, ...]
+
+    @cached_property
+    def numbers(self) -> dict[tuple[str, ...], Vector]:
+        return self.layout.numbers(self.words)
+
+    @property
+    def tallies(self) -> dict[str, Vector]:
+        return tallies_of(self.numbers)
+
+
+class Summing:
+    """Asks sites for masked sums.
+
+    Args:
+        server: makes the server's side of the protocol under a name for the keys; a new one for every agreement.
+        masked: what sums there are.
+        run: the run's name.
+        exchange: carries tasks.
+    """
+
+    def __init__(
+        self,
+        server: Callable[[int], SecureServer],
+        masked: MaskedAlgebra,
+        *,
+        run: str,
+        exchange: Exchange,
+    ) -> None:
+        self.masked = masked
+        self._make_server = server
+        self.server = server(0)
+        self.run = run
+        self._exchange = exchange
+        self._agreements = 0
+        self.attempts = 0
+        self._tried: Counter[tuple[Kind, int]] = Counter()
+        self.sites: tuple[str, ...] = ()
+
+    @property
+    def fewest(self) -> int:
+        """The fewest sites that a sum is over."""
+        return self.server.settings.fewest
+
+    def agree(self, asked: Mapping[str, Message], *, round_number: int, enough: int) -> tuple[str, ...]:
+        """Let sites join and agree on keys; gives those that did.
+
+        Args:
+            asked: by site, the address of the message.
+            round_number: of the run.
+            enough: how many sites it takes.
+
+        Raises:
+            Refusal: they are too few.
+        """
+        present = tuple(asked)
+        for _ in range(MOST_ATTEMPTS):
+            self._agreements += 1
+            self.server = self._make_server(self._agreements)
+            agreement = {"agreement": self._agreements}
+            joined = self.ask(
+                JOIN,
+                {site: {**asked[site], **agreement} for site in present},
+                round_number,
+                enough,
+                lambda site, answer: self.server.take_hello(site, answer["hello"]),
+            )
+            if len(joined) < enough:
+                present = joined
+                break
+            hellos = {"hellos": self.server.hellos()}
+            present = self.ask(
+                ROSTER,
+                {site: {**asked[site], **hellos} for site in joined},
+                round_number,
+                len(joined),
+                lambda site, answer: self.server.take_joined(site, answer["joined"]),
+            )
+            if present == joined:
+                answers = {"joined": self.server.joined()}
+                self.sites = self.ask(
+                    KEYS,
+                    {site: {**asked[site], **answers} for site in joined},
+                    round_number,
+                    enough,
+                    lambda site, answer: None,
+                )
+                return self.sites
+            if len(present) < enough:
+                break
+        raise Refusal(Code.NO_SUM, sites=len(present), needed=enough)
+
+    def sum(
+        self,
+        kind: Kind,
+        address: Mapping[str, Message],
+        *,
+        round_number: int,
+        model: str,
+        plan_for: Callable[[tuple[str, ...]], Plan] | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> Opened:
+        """Open one sum over the sites in ``address``, or over those of them that stay.
+
+        Args:
+            kind: of sum.
+            address: by site, what every message to it begins with.
+            round_number: of the sum.
+            model: digest of what all sites received.
+            plan_for: makes the plan for a cohort.
+            limits: of the products.
+
+        Raises:
+            Refusal: too few sites are left; nothing was opened.
+        """
+        present = tuple(sorted(address))
+        for _ in range(MOST_ATTEMPTS):
+            if len(present) < self.fewest:
+                break
+            self._tried[kind, round_number] += 1
+            request = Request(
+                kind=kind,
+                round_number=round_number,
+                attempt=self._tried[kind, round_number],
+                cohort=present,
+                plan=plan_for(present) if plan_for else None,
+                limits=limits or {},
+            )
+            self.attempts += 1
+            try:
+                return _Sum(self, request, {site: address[site] for site in present}, model).run()
+            except _Left as left:
+                present = left.present
+        raise Refusal(Code.NO_SUM, sites=len(present), needed=self.fewest)
+
+    def ask(
+        self,
+        task: str,
+        asked: Mapping[str, Message],
+        round_number: int,
+        enough: int,
+        take: Callable[[str, Message], None],
+    ) -> tuple[str, ...]:
+        return tuple(sorted(self._exchange(task, asked, take, round_number=round_number, enough=enough)))
+
+
+class _Left(Exception):
+    """An attempt failed; the next one is with those that are left."""
+
+    def __init__(self, present: Collection[str]) -> None:
+        super().__init__()
+        self.present = tuple(sorted(present))
+
+
+class _Sum:
+    """One attempt."""
+
+    def __init__(self, summing: Summing, request: Request, address: Mapping[str, Message], model: str) -> None:
+        self._summing = summing
+        self._request = request
+        self._address = address
+        self._layout = summing.masked.layout(request)
+        binding = summing.masked.binding(request, run=summing.run, model=model)
+        self._attempt: Attempt = summing.server.attempt(binding, words=self._layout.words)
+        settings = summing.server.settings
+        self._enough = max(settings.fewest, settings.threshold(len(request.cohort)))
+
+    def run(self) -> Opened:
+        attempt, request = self._attempt, self._request
+        described = {"sum": request.message()}
+        present = self._ask(
+            BEGIN,
+            dict.fromkeys(request.cohort, described),
+            lambda site, answer: attempt.take_shares(site, answer["shares"]),
+        )
+        sharers = self._step(attempt.close_sharing, present)
+        self._demand_whole(sharers)
+        present = self._ask(
+            CONTRIBUTE, {site: {**described, "inbox": attempt.inbox(site)} for site in sharers}, self._take_vector
+        )
+        uploads = self._step(attempt.close_uploads, present)
+        survivors = attempt.survivors
+        self._demand_whole(survivors)
+        take = attempt.take_reveal if attempt.complete else attempt.take_agreement
+        present = self._ask(
+            SURVIVORS,
+            {site: {"uploads": uploads} for site in survivors},
+            lambda site, answer: take(site, answer["opening"]),
+        )
+        if not attempt.complete:
+            agreements = self._step(attempt.agreements, present)
+            self._ask(
+                REVEAL,
+                {site: {"agreements": agreements} for site in agreements},
+                lambda site, answer: attempt.take_reveal(site, answer["opening"]),
+            )
+        # Who has revealed its shares helps with this sum again, and with no smaller one.
+        return Opened(request, self._layout, self._step(attempt.open, survivors), survivors)
+
+    def _demand_whole(self, present: Collection[str]) -> None:
+        """Where a plan is for all of a cohort, the rest of it gets another plan."""
+        if self._request.whole and len(present) < len(self._request.cohort):
+            raise _Left(present)
+
+    def _take_vector(self, site: str, answer: Message) -> None:
+        self._attempt.take_vector(site, answer["upload"], self._layout.ring.unpack(answer["vector"]))
+
+    def _ask(
+        self, task: str, content: Mapping[str, Mapping[str, Any]], take: Callable[[str, Message], None]
+    ) -> tuple[str, ...]:
+        asked = {site: {**self._address[site], **part} for site, part in content.items()}
+        return self._summing.ask(task, asked, self._request.round_number, self._enough, take)
+
+    def _step(self, close: Callable[[], Any], present: Collection[str]) -> Any:
+        try:
+            return close()
+        except TooFew as error:
+            raise _Left(present) from error
+        except Caught as error:
+            raise _Left(site for site in present if site != error.site) from error  # type: ignore[arg-type]
+        except PrivacyRefusal as error:
+            raise _Left(()) from error
