@@ -22,7 +22,7 @@ from crossward.evaluate.flag_sheet import (
     scan_row,
     some_scans,
 )
-from crossward.evaluate.table import Sheet, matrix_table, site_table
+from crossward.evaluate.table import Sheet, matrix_table, percent, site_table
 from crossward.evaluate.transfer import CPRR_IN_WORDS, DOMAINS_IN_WORDS, transfer_of, transfer_sheet
 from crossward.federation.turns import in_turn
 from crossward.imaging.data import Cohort, SiteData
@@ -57,6 +57,14 @@ def show_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the table per site, the train-site by test-site matrix, and what it comes to."""
     console.print(site_table(result))
     console.print(f"Deployed: every hospital's model of round {result['best_round']}, chosen on validation images.")
+    tested = (result.get("privacy") or {}).get("test") or {}
+    if tested.get("n"):
+        share = percent(tested["accuracy"], tested["interval"])
+        console.print(
+            f"Summed under masks: {share} % right on all hospitals' {tested['n']:.0f} test images together.",
+            soft_wrap=True,
+            highlight=False,
+        )
     if (matrix := matrix_table(result)) is not None:
         console.print(matrix)
     if (transfer := transfer_of(result)) is not None:
