@@ -80,6 +80,8 @@ ARISES: Mapping[Code, str] = {
     Code.DISK_FULL: "the site writes its vault, outbox, result or journal",
     Code.STORAGE: "the same, for any other reason; or a damaged file is read",
     Code.OTHER_VAULT: "the site reads a vault or outbox file of another format or study",
+    Code.TRUSTING_JOB: "the site holds the job's secure aggregation against its policy, before it reads an image",
+    Code.OTHER_LABELS: "as `LABELS`, in a job with secure aggregation: no number leaves the site",
     Code.NO_ANSWER: "the server stopped waiting for the site (`grace`, `round` or `join`)",
     Code.NOT_EXECUTED: "FLARE's own mark of a failed task came back instead of an answer",
     Code.QUORUM: "the server closes a round",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from crossward.site.declaration import Declaration
 from crossward.site.member import Member
 from crossward.site.messages import EVALUATE, FINISH, JOIN, SCORES, TRAIN
 from crossward.site.policy import Policy
+from crossward.site.release import Credentials
 from crossward.site.study import Study
 from tests.site.made_up_sites import SITES
 from tests.standins import Attention
@@ -283,13 +285,23 @@ class SiteThread:
         *,
         interfere: Callable[[str, Message], Any] = lambda task, message: NotImplemented,
         amend: Callable[[str, Message, Message], Message] = lambda task, message, answer: answer,
+        job: str = JOB,
+        credentials: Callable[[], Credentials] | None = None,
         **policy: Any,
     ) -> None:
         rules = {"secure_aggregation": study.masking is not None, **policy}
         self.policy = Policy(data_root=data, state_root=state / name, **rules)
         self._amend = amend
-        self.member = Member(name, study.options(), self.policy, patience=0.0)
         self._interfere = interfere
+        self._begin = partial(
+            Member, name, study.options(), self.policy, patience=0.0, job=job, credentials=credentials
+        )
+        self.member = self._begin()
+
+    def restart(self) -> None:
+        """The site's process ends, and another one takes its place."""
+        self.member.close()
+        self.member = self._begin()
 
     def __call__(self, task: str, message: Message) -> Any:
         answer = self._interfere(task, message)

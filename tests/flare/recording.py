@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -125,14 +126,14 @@ def search(recording: Recording, others: Iterable[Secret] = (), *, public: Itera
     secrets = [*recording.secrets, *others]
     values = [np.ravel(tensor).astype(np.float32) for secret in secrets for tensor in secret.update.values()]
     known = [np.ravel(tensor).astype(np.float32) for tensor in public]
-    pairs = np.unique(np.concatenate([_pairs(each) for each in (*values, _NOTHING)]), axis=0)
-    pairs = pairs[~np.isin(_joined(pairs), _joined(np.concatenate([_pairs(each) for each in (*known, _NOTHING)])))]
+    pairs = np.setdiff1d(_all_pairs(values), _all_pairs(known))
+    wide = pairs.view(np.float32).astype(np.float64)
     numbers = sorted({number for secret in secrets for number in secret.numbers if number not in (0.0, 1.0, 2.0)})
     received = _Words.of(recording.received)
     return Matches(
-        (received.count(pairs), len(pairs)),
-        (received.count(singles), len(singles)),
-        (_Words.of(recording.contents).count(np.array(numbers).view(np.uint64)), len(numbers)),
+        (int(received.hold(pairs.view(np.float32)).sum()), len(pairs)),
+        (int(received.hold(wide).reshape(-1, 2).all(axis=1).sum()), len(pairs)),
+        (sum(_is_in(recording.contents, number) for number in numbers), len(numbers)),
         (_decoded(recording.answers, numbers), len(numbers)),
         (_as_text(recording, numbers), len(numbers)),
         _correlated(recording),
@@ -150,33 +151,36 @@ class _Words:
         shifted = (content[start : start + (len(content) - start) // 8 * 8] for start in range(8))
         return cls(np.sort(np.concatenate([np.frombuffer(part, np.uint64) for part in shifted])))
 
-    def count(self, keys: Array) -> int:
-        """How many keys are among them, in either order of bytes."""
-        return int((self._holds(keys) | self._holds(keys.byteswap())).sum())
+    def hold(self, values: Array) -> Array:
+        """Which 8 bytes of the values are among them, in either order of the values' bytes."""
+        return self._hold(values.view(np.uint64)) | self._hold(values.byteswap().view(np.uint64))
 
-    def _holds(self, keys: Array) -> Array:
+    def _hold(self, keys: Array) -> Array:
         places = np.searchsorted(self.words, keys).clip(max=len(self.words) - 1)
         return np.asarray(self.words[places] == keys)
 
 
-def _telling(values: Array) -> Array:
-    """Whether a float32 has 17 binary digits or more."""
-    return np.asarray(values.view(np.uint32) & np.uint32(0x7F)) != 0
+def _all_pairs(arrays: list[Array]) -> Array:
+    return np.concatenate([np.empty(0, np.uint64), *map(_pairs, arrays)])
 
 
 def _pairs(values: Array) -> Array:
-    """Every two neighbours as 8 bytes."""
-    both = _telling(values[:-1]) & _telling(values[1:])
-    return np.ascontiguousarray(np.stack([values[:-1], values[1:]], axis=1)[both]).view(np.uint64).reshape(-1)
+    """Every two neighbours of an array of float32 that have 17 binary digits or more, as 8 bytes."""
+    telling = np.asarray(values.view(np.uint32) & np.uint32(0x7F)) != 0
+    neighbours = np.stack([values[:-1], values[1:]], axis=1)[telling[:-1] & telling[1:]]
+    return np.ascontiguousarray(neighbours).view(np.uint64).reshape(-1)
 
 
-def _singles(values: Array) -> Array:
-    """Every value as the 8 bytes of a float64."""
-    return values[_telling(values)].astype(np.float64).view(np.uint64)
+def _is_in(contents: bytes, number: float) -> bool:
+    """Whether a float64 is among bytes, in either order.
 
-
-def _all(parts: Iterable[Array]) -> Array:
-    return np.concatenate([np.empty(0, np.uint64), *parts])
+    Of one with few digits most bytes are zero, as most are of a length in a message of the protocol: it counts where
+    it stands after msgpack's mark of a number, or in memory order and not after a zero.
+    """
+    upward, downward = struct.pack("<d", number), struct.pack(">d", number)
+    if upward[:6] != bytes(6):
+        return upward in contents or downward in contents
+    return b"\xcb" + downward in contents or re.search(b"[^\0]" + re.escape(upward), contents) is not None
 
 
 def _decoded(answers: list[dict[str, Array]], numbers: list[float]) -> int:

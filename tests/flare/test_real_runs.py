@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.flare]
 EQUAL = 1e-6
 
 
-@pytest.mark.parametrize("method", ["fedavg", "f2dc", "rfeddis", "fedcode", "fdse"])
+@pytest.mark.parametrize("method", ["f2dc", "rfeddis", "fedcode", "fdse"])
 def test_in_process_simulator_and_real_processes_give_the_same_model(
     hospitals: Hospitals, method: str, tmp_path: Path
 ) -> None:

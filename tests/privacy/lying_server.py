@@ -41,6 +41,25 @@ class Job:
     old_agreements: list[dict[str, bytes]] = field(default_factory=list)
 
 
+class Tastes:
+    """What a lying server does. Every run has a taste of its own: most tricks are rare or unknown in it, some frequent.
+
+    Tricks of one plot, which are of use to a server together only, are to its taste together.
+    """
+
+    def __init__(self, dice: Random) -> None:
+        self.told: Counter[str] = Counter()
+        self._dice = dice
+        self._tastes: dict[str, int] = {}
+
+    def happens(self, what: str, chance: float, *, plot: str = "") -> bool:
+        if (plot or what) not in self._tastes:
+            self._tastes[plot or what] = self._dice.choice([0, 0, 4] if plot else [0, 0, 0, 0, 0, 0, 1, 1, 4])
+        happens = self._dice.random() < min(0.8, chance * self._tastes[plot or what])
+        self.told[what] += happens
+        return happens
+
+
 class Run:
     """One run of the protocol under one lying server.
 
@@ -50,8 +69,8 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.dice = Random(seed)
-        self._tastes: dict[str, int] = {}
-        self.told: Counter[str] = Counter()
+        tastes = Tastes(self.dice)
+        self.told, self._happens = tastes.told, tastes.happens
         self.refused: Counter[str] = Counter()
         self.stage = 0
         count = self.dice.randint(3, 7)
@@ -80,17 +99,6 @@ class Run:
         if self.observer.sums():
             self._reached("completed")
         return self.observer.broken()
-
-    def _happens(self, what: str, chance: float, *, plot: str = "") -> bool:
-        """Every run has a taste of its own: most tricks are rare or unknown in it, a few are frequent.
-
-        Tricks of one plot, which are of use to a server together only, are to its taste together.
-        """
-        if (plot or what) not in self._tastes:
-            self._tastes[plot or what] = self.dice.choice([0, 0, 4] if plot else [0, 0, 0, 0, 0, 0, 1, 1, 4])
-        happens = self.dice.random() < min(0.8, chance * self._tastes[plot or what])
-        self.told[what] += happens
-        return happens
 
     def _reached(self, stage: str) -> None:
         self.stage = max(self.stage, STAGES.index(stage))

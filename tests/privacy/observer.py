@@ -229,8 +229,8 @@ class WatchedSite(SecureSite):
     watched_begun: Begun
     watched_holds: Mapping[str, Mapping[str, bytes]]
 
-    def begin(self, binding: Binding) -> bytes:
-        message = super().begin(binding)
+    def begin(self, binding: Binding, *, note: bytes = b"") -> bytes:
+        message = super().begin(binding, note=note)
         attempt = self._attempt
         assert attempt is not None
         bodies = {peer: decode(decode(box)["body"]) for peer, box in decode(message)["boxes"].items()}
@@ -253,8 +253,7 @@ class WatchedSite(SecureSite):
     def watched_contribute(self, inbox: Mapping[str, bytes], words: Words, *, update: str, coefficient: int) -> bytes:
         plain = words.copy()
         message = self.contribute(inbox, words, update=update)
-        bodies = {peer: decode(decode(box)["body"]) for peer, box in inbox.items()}
-        self.watched_holds = {**bodies, self.name: self.watched_begun.commitments}
+        self.note_holds(inbox)
         upload = Upload(
             self.watched_begun, tuple(sorted([*inbox, self.name])), update, coefficient, plain, words.copy()
         )
@@ -262,6 +261,11 @@ class WatchedSite(SecureSite):
         for key in upload.masks():
             self.observer.contents[self.name, key].add(sha256(plain.tobytes()).digest())
         return message
+
+    def note_holds(self, inbox: Mapping[str, bytes]) -> None:
+        """Whose shares this site has, by what their owners committed to."""
+        bodies = {peer: decode(decode(box)["body"]) for peer, box in inbox.items()}
+        self.watched_holds = {**bodies, self.name: self.watched_begun.commitments}
 
     def survivors(self, uploads: Mapping[str, bytes]) -> bytes:
         return self._told(super().survivors(uploads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.site.made_up_sites import made_up_study
 from tests.site.packs import carried
 from torch import Tensor
 
@@ -265,3 +267,16 @@ def mean_of(hospitals: Sequence[Hospital], name: str) -> np.ndarray[Any, Any]:
     """The mean weighted by samples, by plain arithmetic."""
     parts = [(hospital.samples, hospital.update[name].double().numpy()) for hospital in hospitals]
     return np.asarray(sum(n * value for n, value in parts) / sum(n for n, _ in parts))
+
+
+@lru_cache(maxsize=2)
+def algebra_of(method: str) -> Algebra:
+    study = made_up_study(method).masked(Settings())
+    return study.method.algebra(study.task, study.model())
+
+
+def uses(federation: Federation, site: str) -> list[dict[str, Any]]:
+    """What a site wrote down about attempts at sums."""
+    lines = [path.read_text().splitlines() for path in sorted((federation.folder / site / "masks").iterdir())]
+    found = [json.loads(line.partition(" ")[2]) for each in lines for line in each]
+    return [use for use in found if use["attempt"]]

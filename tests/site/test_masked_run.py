@@ -3,125 +3,47 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.site.made_up_sites import cohort_of, made_up_site, made_up_study, same_bits, tensors_on_disk, without_seconds
+from tests.site.made_up_sites import same_bits
+from tests.site.masked_runs import NAMES, Ended, Runs, masked_study, quick
 from torch import Tensor
 
-from crossward.federation.contract import Payload, Report
-from crossward.federation.coordinator import Coordinator
+from crossward.federation.contract import Report
 from crossward.federation.scopes import Scope, names_in, tensors_digest
 from crossward.federation.storage import read_tensors
-from crossward.imaging.data import Cohort
-from crossward.privacy.secagg import sketch
 from crossward.privacy.secagg.ring import Ring
-from crossward.privacy.secagg.settings import Settings
-from crossward.privacy.sums import Kind
-from crossward.site import participant
-from crossward.site.inprocess import Event, simulate
-from crossward.site.outbox import Outbox
-from crossward.site.participant import Participant
-from crossward.site.study import Study
-from crossward.site.summing import Summing
-from crossward.site.troubles import Code, Refusal
+from crossward.site.declaration import Declaration
+from crossward.site.messages import (
+    BEGIN,
+    CONTRIBUTE,
+    EVALUATE,
+    JOIN,
+    KEYS,
+    OK,
+    ROSTER,
+    SURVIVORS,
+    TRAIN,
+)
 
-NAMES = ("alder", "birch", "cedar", "dogwood")
 PLAIN = ("fedavg", "fedprox", "fedbn", "f2dc", "rfeddis")
 STYLE, SEMANTIC = "style", "prototypes"
 
 
-class Stopped(Exception):
-    """The run's process ends here."""
-
-
-def cohort() -> Cohort:
-    return cohort_of({name: made_up_site(name, number=number) for number, name in enumerate(NAMES)})
-
-
-def masked_study(method: str, *, rounds: int = 1, **settings: Any) -> Study:
-    return made_up_study(method, rounds=rounds).masked(Settings(**settings))
-
-
-@dataclass
-class Seen:
-    """What sites trained and received, noted at the sites themselves."""
-
-    reports: dict[tuple[str, int], Report] = field(default_factory=dict)
-    payloads: dict[tuple[str, int], Payload] = field(default_factory=dict)
-
-
-@dataclass
-class Ended:
-    result: dict[str, Any]
-    folder: Path
-    seen: Seen
-
-    @property
-    def checkpoint(self) -> dict[str, Tensor]:
-        return read_tensors(self.folder / "server" / "checkpoint.safetensors")[0]
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """All sites draw the same numbers for a sketch: in one process they need not be drawn by each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda descriptor: None)
-        patch.setattr(sketch, "gaussian", lru_cache(maxsize=4)(sketch.gaussian))
+    with quick():
         yield
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Study], Ended]:
-    """Studies that were run once, with what their sites saw."""
-    known: dict[str, Ended] = {}
-
-    def run(study: Study) -> Ended:
-        if study.digest() not in known:
-            folder = tmp_path_factory.mktemp(study.method.name) / "run"
-            with pytest.MonkeyPatch.context() as patch:
-                seen = watched(patch)
-                known[study.digest()] = Ended(simulate(cohort(), study, folder, jobs=1), folder, seen)
-        return known[study.digest()]
-
-    return run
-
-
-def watched(patch: pytest.MonkeyPatch) -> Seen:
-    seen, put, receive = Seen(), Outbox.put, Participant.receive
-
-    def noted(self: Outbox, report: Report) -> None:
-        put(self, report)
-        seen.reports[report.site, report.round_number] = report
-
-    def received(self: Participant, payload: Payload) -> Any:
-        seen.payloads[self.name, payload.round_number] = payload
-        return receive(self, payload)
-
-    patch.setattr(Outbox, "put", noted)
-    patch.setattr(Participant, "receive", received)
-    return seen
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The (site, round) of every local training in this process."""
-    calls: list[tuple[str, int]] = []
-    original = participant.train_round
-
-    def counted(model: Any, method: Any, split: Any, context: Any, **options: Any) -> Any:
-        calls.append((context.site, context.round_number))
-        return original(model, method, split, context, **options)
-
-    monkeypatch.setattr(participant, "train_round", counted)
-    return calls
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], *, within: float = 1e-6) -> None:
@@ -137,7 +59,7 @@ def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], *, withi
 
 
 @pytest.mark.parametrize("method", PLAIN)
-def test_one_round_gives_the_open_runs_model(ran: Any, method: str) -> None:
+def test_one_round_gives_the_open_runs_model(ran: Runs, method: str) -> None:
     study = masked_study(method)
     masked, plain = ran(study), ran(replace(study, masking=None))
     assert_close(masked.checkpoint, plain.checkpoint)
@@ -150,7 +72,7 @@ def test_one_round_gives_the_open_runs_model(ran: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "rfeddis"])
-def test_the_record_says_of_all_sites_together_what_the_open_one_says_of_each(ran: Any, method: str) -> None:
+def test_the_record_says_of_all_sites_together_what_the_open_one_says_of_each(ran: Runs, method: str) -> None:
     study = masked_study(method)
     masked, plain = ran(study).result, ran(replace(study, masking=None)).result
     (entry,), (each,) = masked["rounds"], plain["rounds"]
@@ -170,7 +92,7 @@ def test_the_record_says_of_all_sites_together_what_the_open_one_says_of_each(ra
     assert masked["best_round"] == plain["best_round"] == 1
 
 
-def test_fedcode_gives_the_same_prototypes_and_a_style_that_only_sites_can_read(ran: Any) -> None:
+def test_fedcode_gives_the_same_prototypes_and_a_style_that_only_sites_can_read(ran: Runs) -> None:
     study = masked_study("fedcode")
     masked, plain = ran(study), ran(replace(study, masking=None))
     ours, theirs = masked.checkpoint, plain.checkpoint
@@ -192,7 +114,7 @@ def test_fedcode_gives_the_same_prototypes_and_a_style_that_only_sites_can_read(
 
 
 @pytest.fixture(scope="module")
-def fdse(ran: Any) -> Ended:
+def fdse(ran: Runs) -> Ended:
     return ran(masked_study("fdse", rounds=2))  # type: ignore[no-any-return]
 
 
@@ -273,145 +195,30 @@ def test_what_the_server_says_it_sent_is_not_what_a_site_has(fdse: Ended) -> Non
     assert len({result["sites"][name]["personal"] for name in NAMES}) == 4
 
 
-def test_a_method_that_sends_nothing_has_its_counts_summed(ran: Any) -> None:
+def test_a_method_that_sends_nothing_has_its_counts_summed(ran: Runs) -> None:
     ended = ran(masked_study("local"))
     assert ended.result["rounds"][0]["sums"]["loss"] > 0
     assert ended.result["privacy"]["test"]["n"] == 4 * 9
 
 
-# stopped and resumed
+# what left
 
 
-def stop_at(kind: str, *, number: int, site: str | None = None) -> Callable[[Event], None]:
-    def listen(event: Event) -> None:
-        if (event.kind, event.round_number, event.site) == (kind, number, site):
-            raise Stopped
-
-    return listen
-
-
-def stop_before_the_checkpoint(patch: pytest.MonkeyPatch, number: int) -> None:
-    close = Coordinator.close_round
-
-    def closing(self: Coordinator, record: Mapping[str, Any], combined: Any = None) -> Any:
-        if record["round"] == number:
-            raise Stopped
-        return close(self, record, combined)
-
-    patch.setattr(Coordinator, "close_round", closing)
+@pytest.mark.parametrize(("method", "rounds"), [*((method, 1) for method in (*PLAIN, "fedcode")), ("fdse", 2)])
+def test_every_answer_of_a_whole_run_may_leave(ran: Runs, method: str, rounds: int) -> None:
+    study = masked_study(method, rounds=rounds)
+    declaration, answers = Declaration(study), ran(study).seen.answers
+    for task, message, answer in answers:
+        rebuilt = declaration.rebuild(task, {"code": OK, **answer}, message)
+        np.testing.assert_equal(rebuilt, {"code": OK, **answer})
+    answered = {task for task, _, _ in answers}
+    assert answered == {JOIN, ROSTER, KEYS, TRAIN, EVALUATE, BEGIN, CONTRIBUTE, SURVIVORS}
+    # Floats leave as sketches and turned vectors only.
+    floats = {task for task, _, answer in answers for value in leaves(answer) if value.dtype.kind == "f"}
+    assert floats == ({TRAIN} if method in ("fdse", "fedcode") else set())
 
 
-def stop_before_the_sum(patch: pytest.MonkeyPatch, number: int) -> None:
-    sums = Summing.sum
-
-    def asked(self: Summing, kind: Kind, address: Any, **options: Any) -> Any:
-        if (kind, options["round_number"]) == (Kind.UPDATES, number):
-            raise Stopped
-        return sums(self, kind, address, **options)
-
-    patch.setattr(Summing, "sum", asked)
-
-
-POINTS = ("between rounds", "trained", "before the sum", "before the checkpoint")
-
-
-def run_until(point: str, study: Study, folder: Path, *, number: int) -> None:
-    """Run until a point of a round, where the process ends."""
-    listeners = {
-        "between rounds": stop_at("round", number=number),
-        "trained": stop_at("trained", number=number, site=NAMES[-1]),
-    }
-    patches = {"before the sum": stop_before_the_sum, "before the checkpoint": stop_before_the_checkpoint}
-    with pytest.MonkeyPatch.context() as patch:
-        patches.get(point, lambda *nothing: None)(patch, number)
-        with pytest.raises(Stopped):
-            simulate(cohort(), study, folder, jobs=1, listen=listeners.get(point, lambda event: None))
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_trains_nothing_again(
-    ran: Any, trained: list[tuple[str, int]], tmp_path: Path, point: str
-) -> None:
-    study = masked_study("fedavg", rounds=2)
-    whole = ran(study)
-    folder = tmp_path / "run"
-    run_until(point, study, folder, number=2)
-    trained.clear()
-    result = simulate(cohort(), study, folder, resume=True, jobs=1)
-    assert trained == ([(name, 2) for name in NAMES] if point == "between rounds" else [])
-    assert same_bits(tensors_on_disk(folder), tensors_on_disk(whole.folder))
-    assert without_seconds(result["sites"]) == without_seconds(whole.result["sites"])
-    assert [entry["sums"] for entry in result["rounds"]] == [entry["sums"] for entry in whole.result["rounds"]]
-
-
-@pytest.mark.parametrize(
-    ("method", "point"),
-    [("fdse", "trained"), ("fdse", "before the sum"), ("fdse", "before the checkpoint"), ("fedcode", POINTS[-1])],
-)
-def test_a_first_round_whose_sums_were_opened_is_not_lost(
-    trained: list[tuple[str, int]], tmp_path: Path, method: str, point: str
-) -> None:
-    """Sketches and rotations of the next job have other keys: sites take part again in the same sum only."""
-    study = masked_study(method)
-    run_until(point, study, tmp_path / "run", number=1)
-    trained.clear()
-    events: list[Event] = []
-    result = simulate(cohort(), study, tmp_path / "run", resume=True, jobs=1, listen=events.append)
-    assert trained == []
-    assert [event for event in events if event.kind == "failed"] == []
-    assert result["rounds"][0]["secagg"]["sites"] == list(NAMES)
-
-
-def test_a_finished_run_that_is_resumed_trains_and_changes_nothing(
-    ran: Any, trained: list[tuple[str, int]], tmp_path: Path
-) -> None:
-    study = masked_study("fedavg")
-    whole = ran(study)
-    folder = Path(shutil.copytree(whole.folder, tmp_path / "run"))
-    result = simulate(cohort(), study, folder, resume=True, jobs=1)
-    assert trained == []
-    assert same_bits(tensors_on_disk(folder), tensors_on_disk(whole.folder))
-    assert result["privacy"]["test"] == whole.result["privacy"]["test"]
-
-
-def test_a_site_that_lost_its_outbox_trains_the_same_again(trained: list[tuple[str, int]], tmp_path: Path) -> None:
-    study = masked_study("fedavg")
-    folder = tmp_path / "run"
-    run_until("before the checkpoint", study, folder, number=1)
-    shutil.rmtree(folder / "sites" / "birch" / "outbox")
-    trained.clear()
-    simulate(cohort(), study, folder, resume=True, jobs=1)
-    assert trained == [("birch", 1)]
-
-
-def test_a_site_that_lost_its_outbox_and_trained_to_something_else_is_in_no_second_sum(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    study = masked_study("fedavg")
-    folder = tmp_path / "run"
-    run_until("before the checkpoint", study, folder, number=1)
-    shutil.rmtree(folder / "sites" / "birch" / "outbox")
-    extras = Participant._update
-
-    def other(self: Participant, payload: Payload) -> dict[str, Tensor]:
-        return {name: value * (1 + 1e-6) for name, value in extras(self, payload).items()}
-
-    monkeypatch.setattr(Participant, "_update", other)
-    events: list[Event] = []
-    with pytest.raises(Refusal) as caught:
-        simulate(cohort(), study, folder, resume=True, jobs=1, listen=events.append)
-    assert caught.value.code is Code.NO_SUM
-    first = next(event for event in events if event.kind == "failed")
-    assert first.site == "birch"
-    assert "another update of the same model was masked before" in (first.figures or {})["reason"]
-    # It heals when the site has its report back, or trains to the same bits.
-    monkeypatch.undo()
-    shutil.rmtree(folder / "sites" / "birch" / "outbox")
-    assert simulate(cohort(), study, folder, resume=True, jobs=1)["best_round"] == 1
-
-
-def test_a_run_in_the_open_is_not_resumed_under_masks(tmp_path: Path) -> None:
-    study = masked_study("fedavg")
-    run_until("between rounds", replace(study, masking=None), tmp_path / "run", number=1)
-    with pytest.raises(Exception, match="run"):
-        simulate(cohort(), study, tmp_path / "run", resume=True, jobs=1)
+def leaves(answer: Any) -> list[np.ndarray[Any, Any]]:
+    if isinstance(answer, Mapping):
+        return [leaf for part in answer.values() for leaf in leaves(part)]
+    return [np.asarray(answer)]

@@ -88,6 +88,8 @@ class Declaration:
         if type(code) is not int:
             raise PrivacyRefusal(f"{task}: an answer without a code may not leave the site")
         if code != OK:
+            if self.masked and code == Code.LABELS:
+                raise PrivacyRefusal(f"{task}: under secure aggregation no number of images may leave the site")
             return _rebuilt_trouble(task, code, answer)
         required, optional = self._required[task], self._optional.get(task, {})
         if task == CONTRIBUTE:

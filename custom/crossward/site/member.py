@@ -199,6 +199,9 @@ class Member:
         try:
             labels = labels_of(root, self.name, size=task.size, channels=task.channels)
             unknown = sum(count for label, count in labels.items() if label not in task.classes)
+            if unknown and study.masking:
+                # Numbers of images stay at the site: jobs with other classes each time would count its labels.
+                raise Refusal(Code.OTHER_LABELS)
             if unknown:
                 raise Refusal(Code.LABELS, unknown=unknown, images=labels.total())
             return load_site(

@@ -77,6 +77,8 @@ class Policy:
         if masking is None:
             if self.secure_aggregation:
                 raise Refusal(Code.OPEN_JOB)
+        elif masking.colluders < 1:
+            raise Refusal(Code.TRUSTING_JOB)
         elif masking.fewest < self.minimum_sites:
             raise Refusal(Code.SMALL_SUMS, sites=masking.fewest, needed=self.minimum_sites)
 

@@ -170,8 +170,6 @@ class Release:
         binding = self._masked.binding(request, run=self._run, model=self._model)
         if request.kind is Kind.UPDATES:
             self._hold(f"ranges of {binding.model}", json.dumps(sorted(request.limits.items())), most=_MOST_RANGES)
-            # Keys of an attempt that failed do not open this one; its own come when it is opened.
-            self._participant.vault.keep_keys(request.round_number, {})
         note = self._masked.rows(request, self._reports[request.kind])
         shares = self._keyed().begin(binding, note=note)
         self._request = request
@@ -195,6 +193,9 @@ class Release:
             slots=layout.slots,
             heed=lambda notes: self._heed(request, notes),
         )
+        if request.kind is Kind.UPDATES:
+            # Keys of an attempt that failed do not open this one; its own come when it is opened.
+            self._participant.vault.keep_keys(request.round_number, {})
         return {"round": request.round_number, "vector": layout.ring.pack(words), "upload": upload}
 
     def _heed(self, request: Request, notes: Mapping[str, bytes]) -> None:

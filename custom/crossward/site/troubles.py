@@ -39,6 +39,8 @@ class Code(IntEnum):
     DISK_FULL = 30
     STORAGE = 31
     OTHER_VAULT = 32
+    TRUSTING_JOB = 33
+    OTHER_LABELS = 34
     NO_ANSWER = 40
     NOT_EXECUTED = 41
     QUORUM = 42
@@ -140,6 +142,14 @@ _WORDS: dict[Code, _Words] = {
     Code.OTHER_VAULT: _Words(
         "the site's vault was written for another study or by another version; it is left as it is",
         "Start a new run, or install the version that wrote it",
+    ),
+    Code.TRUSTING_JOB: _Words(
+        "the job's secure aggregation reckons with no site that works together with the server",
+        "Export the job anew: colluders is at least 1",
+    ),
+    Code.OTHER_LABELS: _Words(
+        "some of the site's images have a label that is not one of the job's classes",
+        f"Correct labels.csv at the site, or export the job with all the classes. {_SITE_LOG}",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",
