@@ -34,9 +34,8 @@ def main(
 ) -> None:
     """Run, record, search, and print a line per method; the exit code is 1 where the search says the wrong thing."""
     record, wrong = out.absolute() / "recording", False
-    print(
-        f"{'method':10} {'seconds':>8} {'bytes':>12} {'answers':>8} {'arrays':>7}  found / sought: {' '.join(_SOUGHT)}"
-    )
+    heading = f"{'method':10} {'seconds':>8} {'bytes':>12} {'answers':>8} {'arrays':>7}"
+    print(heading, " found / sought:", *_SOUGHT, flush=True)
     with hospitals_in(out.absolute() / "run", sites=_SITES, secure_aggregation=secagg, record=record) as hospitals:
         for name in federated_methods() if method == "all" else [method]:
             began = time.monotonic()

@@ -29,7 +29,9 @@ LOST: Final = "RUNNING, without a process"
 
 REFUSED: Final = frozenset({FAILED_TO_RUN, CAN_NOT_SCHEDULE})
 
-_PASSING_CODES = frozenset({Code.ABORTED, Code.NO_ANSWER, Code.NOT_EXECUTED, Code.QUORUM, Code.BUSY})
+_PASSING_CODES = frozenset(
+    {Code.ABORTED, Code.NO_ANSWER, Code.NOT_EXECUTED, Code.QUORUM, Code.BUSY, Code.NO_SUM, Code.NO_KEYS}
+)
 
 PASSING: Final = frozenset({None, *_PASSING_CODES})
 """Ends that may be better the next time without anybody's help. All others wait for a person."""

@@ -65,7 +65,7 @@ def check_roster(hellos: Sequence[bytes], *, job: str, settings: Settings, roots
         Untrusted: a key that no certificate of the federation endorses for this job.
         PrivacyRefusal: too few sites, one of them twice, or other settings at another site.
     """
-    bodies = [_checked(each, job=job, settings=settings, roots=roots) for each in hellos]
+    bodies = [checked_hello(each, job=job, settings=settings, roots=roots) for each in hellos]
     names = [body["name"] for body in bodies]
     keys = [body[kind] for body in bodies for kind in ("agree_key", "verify_key")]
     if len(set(names)) != len(names) or len(set(keys)) != len(keys):
@@ -78,7 +78,7 @@ def check_roster(hellos: Sequence[bytes], *, job: str, settings: Settings, roots
     return Roster(members, digest("roster", job, sorted(hellos)))
 
 
-def _checked(message: bytes, *, job: str, settings: Settings, roots: bytes) -> dict[str, Any]:
+def checked_hello(message: bytes, *, job: str, settings: Settings, roots: bytes) -> dict[str, Any]:
     outer = decode(message)
     content = field(outer, "body", bytes)
     body: dict[str, Any] = decode(content)

@@ -28,7 +28,7 @@ from crossward.privacy.secagg.messages import (
     names_of,
     set_digest,
 )
-from crossward.privacy.secagg.roster import Roster, check_roster
+from crossward.privacy.secagg.roster import Roster, check_roster, checked_hello
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.shamir import BadShares, join
 
@@ -72,6 +72,9 @@ class SecureServer:
         self.roster: Roster | None = None
 
     def take_hello(self, site: str, message: bytes) -> None:
+        """Keep a site's keys, where its certificate endorses them: one that does not is that site's trouble alone."""
+        if checked_hello(message, job=self._job, settings=self.settings, roots=self._trusted)["name"] != site:
+            raise Untrusted(f"{site} sent another site's keys")
         self._hellos[site] = message
 
     def hellos(self) -> list[bytes]:
