@@ -79,6 +79,7 @@ def check_roster(hellos: Sequence[bytes], *, job: str, settings: Settings, roots
 
 
 def checked_hello(message: bytes, *, job: str, settings: Settings, roots: bytes) -> dict[str, Any]:
+    """What one site says of itself, when its certificate endorses it for this job."""
     outer = decode(message)
     content = field(outer, "body", bytes)
     body: dict[str, Any] = decode(content)
