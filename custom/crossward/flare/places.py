@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,14 @@ def site_credentials(fl_ctx: FLContext) -> Credentials:
     startup = _startup(fl_ctx)
     name = fl_ctx.get_identity_name() if is_simulated(fl_ctx) else "client"
     identity = Identity((startup / f"{name}.crt").read_bytes(), (startup / f"{name}.key").read_bytes())
-    return Credentials(identity, (startup / ROOT).read_bytes())
+    return Credentials(identity, (startup / ROOT).read_bytes(), _servers(startup / "fed_client.json"))
+
+
+def _servers(settings: Path) -> frozenset[str]:
+    """The server's names: it has a certificate of the federation, too, and must not pass for a site."""
+    if not settings.exists():
+        return frozenset()
+    return frozenset(str(server["identity"]) for server in json.loads(settings.read_bytes())["servers"])
 
 
 def server_roots(fl_ctx: FLContext) -> bytes:
