@@ -25,6 +25,7 @@ from crossward.flare.machine import free_port
 from crossward.flare.watch import follow
 from crossward.imaging.data import load
 from crossward.imaging.phantom import write_hospitals
+from crossward.privacy.secagg.settings import Settings
 from tests.flare.real import BATCH, PACE, SIZE, TIMING, small_study
 
 pytestmark = [pytest.mark.slow, pytest.mark.flare]
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.flare]
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN = "admin@example.org"
 SERVER = "localhost"
-SITES = ("hospital-a", "hospital-b")
+SITES = ("hospital-a", "hospital-b", "hospital-c")
 LONG = 300
 
 
@@ -62,7 +63,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def consortium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Consortium]:
     folder = tmp_path_factory.mktemp("consortium")
-    write_hospitals(folder / "data", sites=2, patients=48, seed=2)
+    write_hospitals(folder / "data", sites=len(SITES), patients=48, seed=2)
     project = (ROOT / "provisioning" / "project.yml").read_text()
     # One machine, so the server's name is this machine's, and its port must be free here.
     project = project.replace("server.example.org", SERVER).replace("8002", str(free_port()))
@@ -158,7 +159,7 @@ def submitted(shell: pexpect.spawn[str], job: Path) -> str:
 
 def small_job(consortium: Consortium, folder: Path) -> Path:
     cohort = load(consortium.folder / "data", size=SIZE, batch_size=BATCH)
-    return export(small_study("fedavg", cohort, rounds=1), folder, timing=TIMING, min_sites=2)
+    return export(small_study("fedavg", cohort, rounds=1).masked(Settings()), folder, timing=TIMING, min_sites=3)
 
 
 def test_a_job_from_the_console_runs_to_its_end(

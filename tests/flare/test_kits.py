@@ -30,8 +30,8 @@ from crossward.flare.kits import BUILDERS, SiteKit, check_sites, provision, writ
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "provisioning" / "project.yml"
 SERVER = "server.example.org"
-HOSPITALS = ("hospital-a", "hospital-b")
-ORGS = {SERVER: "consortium", "hospital-a": "hospital_a", "hospital-b": "hospital_b"}
+HOSPITALS = ("hospital-a", "hospital-b", "hospital-c")
+ORGS = {SERVER: "consortium", "hospital-a": "hospital_a", "hospital-b": "hospital_b", "hospital-c": "hospital_c"}
 SHELL = ("pwd", "ls", "cat", "head", "tail", "grep")
 
 
@@ -247,7 +247,7 @@ def test_keys_are_for_their_owner_only(kits: Path) -> None:
 
 def test_a_second_run_adds_a_hospital_and_keeps_every_certificate(kits: Path, place: Path, tmp_path: Path) -> None:
     project = load_yaml(str(TEMPLATE))
-    project["participants"].append(SiteKit(org="hospital_c", minimum_cell=3).entry("hospital-c"))
+    project["participants"].append(SiteKit(org="hospital_d", minimum_cell=3).entry("hospital-d"))
     larger = tmp_path / "larger.yml"
     larger.write_text(json.dumps(project))
     again = provision(larger, place)
@@ -255,10 +255,10 @@ def test_a_second_run_adds_a_hospital_and_keeps_every_certificate(kits: Path, pl
     assert again.parent == kits.parent
     before = {path.relative_to(kits): path.read_bytes() for path in kits.glob("*/startup/*.crt")}
     after = {path.relative_to(again): path.read_bytes() for path in again.glob("*/startup/*.crt")}
-    assert len(before) == 6
+    assert len(before) == 7
     assert {path: after[path] for path in before} == before
-    assert set(after) - set(before) == {Path("hospital-c/startup/client.crt")}
-    (scope,) = policy(again, "hospital-c", "privacy.json")["scopes"]
+    assert set(after) - set(before) == {Path("hospital-d/startup/client.crt")}
+    (scope,) = policy(again, "hospital-d", "privacy.json")["scopes"]
     assert scope["properties"]["minimum_cell"] == 3
     assert stat.S_IMODE((again.parent / "state").stat().st_mode) == 0o700
 
