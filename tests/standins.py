@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from crossward.federation.contract import ALL, SAMPLES, Needs, Plan, Report, Sta
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.rules import Rule, SampleMean, divide, per_row
 from crossward.federation.scopes import Scope, TensorSpec, tensors_digest
+from crossward.site import participant
 
 TAU = 0.5
 GROUPS = 2
@@ -380,3 +382,16 @@ def federated(
         update = {name: tensor - start.tensors[name] for name, tensor in tensors.items()}
         reports.append(report_of(algebra, start, site, update, samples=sizes[site]))
     return run_round(coordinator, reports).tensors, trained
+
+
+def counted_trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The (site, round) of every local training in this process from now on."""
+    calls: list[tuple[str, int]] = []
+    original = participant.train_round
+
+    def counted(model: Any, method: Any, split: Any, context: Any, **options: Any) -> Any:
+        calls.append((context.site, context.round_number))
+        return original(model, method, split, context, **options)
+
+    monkeypatch.setattr(participant, "train_round", counted)
+    return calls

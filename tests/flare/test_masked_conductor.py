@@ -18,7 +18,6 @@ from crossward.flare import controller as controllers
 from crossward.flare import names
 from crossward.flare.controller import FederationController
 from crossward.privacy.secagg.settings import Settings
-from crossward.site import participant
 from crossward.site.inprocess import simulate
 from crossward.site.messages import CONTRIBUTE, JOIN, SURVIVORS, TRAIN, Message
 from crossward.site.release import Credentials
@@ -28,6 +27,7 @@ from tests.flare.fakes import JOB, Federation, SiteThread, closing, workspace_in
 from tests.site.made_up_sites import made_up_study, same_bits
 from tests.site.masked import authority, identity
 from tests.site.packs import cohort_in, write_packs
+from tests.standins import counted_trainings
 
 NAMES = ("alder", "birch", "cedar", "dogwood", "elm")
 LAST = NAMES[-1]
@@ -51,15 +51,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    calls: list[tuple[str, int]] = []
-    original = participant.train_round
-
-    def counted(model: Any, method: Any, split: Any, context: Any, **options: Any) -> Any:
-        calls.append((context.site, context.round_number))
-        return original(model, method, split, context, **options)
-
-    monkeypatch.setattr(participant, "train_round", counted)
-    return calls
+    return counted_trainings(monkeypatch)
 
 
 def masked_study(*, rounds: int = 2, quorum: int | None = 3) -> Study:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.site.masked import ALGEBRA, Federation
+
+from crossward.federation.algebra import Algebra
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # the tests and the processes they start share made_up_sites
@@ -80,3 +83,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def read_only_disk(tmp_path: Path) -> Iterator[Path]:
     with _mounted(tmp_path / "read-only-disk", "ro,size=1m") as folder:
         yield folder
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that write much and lose no power."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def small_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quicker, and less like the cosines that they stand for: for tests that are not about those."""
+    monkeypatch.setattr("crossward.privacy.secagg.sketch._BUCKETS", 128)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Federation]:
+    """Makes sites that have agreed on keys, and their server."""
+
+    def make(algebra: Algebra = ALGEBRA, count: int = 4, **options: Any) -> Federation:
+        return Federation(tmp_path / "run", algebra, count, **options)
+
+    return make
+
+
+@pytest.fixture
+def trained(made: Any) -> Federation:
+    """Four sites with a report of the first round."""
+    federation: Federation = made()
+    federation.train()
+    return federation

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tests.site.made_up_sites import made_up_study
 from tests.site.packs import carried
+from tests.standins import mean_algebra
 from torch import Tensor
 
 from crossward.federation.algebra import Algebra
@@ -35,6 +36,8 @@ from crossward.site.troubles import Code
 from crossward.site.vault import Vault
 
 RUN = "run-1"
+ALGEBRA = mean_algebra({"conv.weight": (3, 5), "bias": (7,)})
+"""A small model whose sites are averaged."""
 
 
 @lru_cache(maxsize=1)

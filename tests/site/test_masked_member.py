@@ -38,15 +38,12 @@ from crossward.site.release import Credentials
 from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
+pytestmark = pytest.mark.usefixtures("without_fsync")
+
 ME = SITES[0]
 OPEN = made_up_study("fedavg", rounds=1)
 MASKED = OPEN.masked(Settings())
 N_TEST = IMAGES // 4
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,11 @@ from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import Kind, MaskedAlgebra, Request
 from crossward.site.messages import TRAIN
 
+pytestmark = pytest.mark.usefixtures("without_fsync")
+
 ALGEBRA = mean_algebra({"conv.weight": (40, 50), "bias": (7,)})
 SMALL = mean_algebra({"bias": (7,)})
 NAMES = ("a", "b", "c")
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.site.made_up_sites import same_bits, tensors_on_disk, without_seconds
 from tests.site.masked_runs import NAMES, Runs, cohort, masked_study, quick
+from tests.standins import counted_trainings
 from torch import Tensor
 
 from crossward.federation.contract import Payload
 from crossward.federation.coordinator import Coordinator
 from crossward.privacy.sums import Kind
-from crossward.site import participant
 from crossward.site.inprocess import Event, simulate
 from crossward.site.participant import Participant
 from crossward.site.study import Study
@@ -42,15 +42,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The (site, round) of every local training in this process."""
-    calls: list[tuple[str, int]] = []
-    original = participant.train_round
-
-    def counted(model: Any, method: Any, split: Any, context: Any, **options: Any) -> Any:
-        calls.append((context.site, context.round_number))
-        return original(model, method, split, context, **options)
-
-    monkeypatch.setattr(participant, "train_round", counted)
-    return calls
+    return counted_trainings(monkeypatch)
 
 
 def stop_at(kind: str, *, number: int, site: str | None = None) -> Callable[[Event], None]:

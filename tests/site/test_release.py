@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.site.masked import RUN, Federation, uses
-from tests.standins import mean_algebra
+from tests.site.masked import ALGEBRA, RUN, Federation, uses
 
-from crossward.federation.algebra import Algebra
 from crossward.federation.contract import Plan
 from crossward.federation.scopes import tensors_digest
 from crossward.privacy.sums import Kind, Request
@@ -32,29 +28,9 @@ from crossward.site.messages import (
 )
 from crossward.site.troubles import Code
 
-ALGEBRA = mean_algebra({"conv.weight": (3, 5), "bias": (7,)})
+pytestmark = pytest.mark.usefixtures("without_fsync")
+
 VICTIM = "site-01"
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., Federation]:
-    def make(algebra: Algebra = ALGEBRA, count: int = 4, **options: Any) -> Federation:
-        return Federation(tmp_path / "run", algebra, count, **options)
-
-    return make
-
-
-@pytest.fixture
-def trained(made: Any) -> Federation:
-    """Four sites with a report of the first round."""
-    federation: Federation = made()
-    federation.train()
-    return federation
 
 
 # requests that are none of this site's

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 from tests.site.made_up_sites import made_up_study
-from tests.site.masked import Federation, algebra_of, uses
-from tests.standins import mean_algebra
+from tests.site.masked import ALGEBRA, Federation, algebra_of, uses
 
-from crossward.federation.algebra import Algebra
 from crossward.federation.scopes import tensors_digest
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import Kind
@@ -33,36 +30,10 @@ from crossward.site.messages import (
 from crossward.site.release import _digest_of
 from crossward.site.troubles import Code
 
-ALGEBRA = mean_algebra({"conv.weight": (3, 5), "bias": (7,)})
+pytestmark = pytest.mark.usefixtures("without_fsync", "small_sketches")
+
 VICTIM = "site-01"
 STYLE = "style"
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
-@pytest.fixture(autouse=True)
-def _small_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quicker, and less like the cosines that they stand for: nothing here is about those."""
-    monkeypatch.setattr("crossward.privacy.secagg.sketch._BUCKETS", 128)
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., Federation]:
-    def make(algebra: Algebra = ALGEBRA, count: int = 4, **options: Any) -> Federation:
-        return Federation(tmp_path / "run", algebra, count, **options)
-
-    return make
-
-
-@pytest.fixture
-def trained(made: Any) -> Federation:
-    """Four sites with a report of the first round."""
-    federation: Federation = made()
-    federation.train()
-    return federation
 
 
 def test_a_process_that_begins_anew_has_no_keys_and_says_so(trained: Federation) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.site.masked import Federation, algebra_of
 
-from crossward.federation.algebra import Algebra
 from crossward.federation.contract import Plan
 from crossward.site.messages import (
     BEGIN,
@@ -19,26 +17,9 @@ from crossward.site.messages import (
 )
 from crossward.site.troubles import Code
 
+pytestmark = pytest.mark.usefixtures("without_fsync", "small_sketches")
+
 VICTIM = "site-01"
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
-@pytest.fixture(autouse=True)
-def _small_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quicker, and less like the cosines that they stand for: nothing here is about those."""
-    monkeypatch.setattr("crossward.privacy.secagg.sketch._BUCKETS", 128)
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Callable[..., Federation]:
-    def make(algebra: Algebra, count: int = 4, **options: Any) -> Federation:
-        return Federation(tmp_path / "run", algebra, count, **options)
-
-    return make
 
 
 def fdse_request(made: Any, change: Callable[[dict[str, dict[str, Any]]], None]) -> tuple[Federation, Code]:

@@ -19,12 +19,9 @@ from crossward.site.messages import BEGIN, CONTRIBUTE, JOIN, REVEAL, ROSTER, SUR
 from crossward.site.summing import MOST_ATTEMPTS
 from crossward.site.troubles import Code, Refusal
 
+pytestmark = pytest.mark.usefixtures("without_fsync")
+
 ALGEBRA = mean_algebra({"conv.weight": (3, 5), "bias": (7,)})
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture
