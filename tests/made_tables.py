@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from crossward.cli.methods import describe
 from crossward.federation.contract import (
     CORRECT,
     LOSS,
@@ -24,7 +25,7 @@ from crossward.federation.scopes import TensorSpec
 from crossward.flare.jobs import usual_study
 from crossward.flare.outcome import PASSING
 from crossward.flare.progress import _FINAL
-from crossward.methods.registry import available
+from crossward.methods.registry import available, create
 from crossward.site.declaration import Declaration
 from crossward.site.messages import SCORES
 from crossward.site.troubles import Code, numbers_of, words
@@ -82,6 +83,13 @@ ARISES: Mapping[Code, str] = {
     Code.OTHER_VAULT: "the site reads a vault or outbox file of another format or study",
     Code.TRUSTING_JOB: "the site holds the job's secure aggregation against its policy, before it reads an image",
     Code.OTHER_LABELS: "as `LABELS`, in a job with secure aggregation: no number leaves the site",
+    Code.NO_PRIVACY: "the site holds the job against its policy, before it reads an image",
+    Code.WEAK_PRIVACY: "the same",
+    Code.LARGE_DELTA: "the same",
+    Code.LITTLE_NOISE: "the same",
+    Code.BUDGET: "the site reserves what a round costs in its ledger, before it trains",
+    Code.LEDGER: "the site reads its privacy ledger, before it trains or counts",
+    Code.NOT_PRIVATE: "the site holds one batch against each image alone, before anything is spent",
     Code.NO_ANSWER: "the server stopped waiting for the site (`grace`, `round` or `join`)",
     Code.NOT_EXECUTED: "FLARE's own mark of a failed task came back instead of an answer",
     Code.QUORUM: "the server closes a round",
@@ -103,6 +111,13 @@ SAMPLE_NUMBERS: Mapping[str, float] = {
     "reports": 1,
     "sites": 2,
     "needed": 3,
+    "epsilon": 8,
+    "delta": 1e-3,
+    "noise": 0.5,
+    "allowed": 4,
+    "asked": 4.1,
+    "limit": 4,
+    "left": 0.2,
 }
 """Numbers to show a code's words with."""
 
@@ -183,6 +198,26 @@ def scores() -> str:
     return _table(("score", "what it is"), [(f"`{name}`", MEANING[name]) for name in SCORES])
 
 
+def private() -> str:
+    """What differential privacy changes in a method; what is common to all in the first row."""
+    rows = {method: describe(create(method))["private"] for method in available()}
+    common = [line for line in rows["local"]["changes"] if all(line in row["changes"] for row in rows.values())]
+    return _table(
+        ("method", "options", "what else is different"),
+        [
+            ("all", "`--norm group`", "; ".join(common)),
+            *(
+                (
+                    f"`{method}`",
+                    ", ".join(f"`{key}` {value:g}" for key, value in row["options"].items()) or "-",
+                    "; ".join(line for line in row["changes"] if line not in common) or "-",
+                )
+                for method, row in rows.items()
+            ),
+        ],
+    )
+
+
 def code_numbers() -> str:
     """Every code with the numbers that may travel with it."""
     rows = [(str(int(code)), code.name, ", ".join(f"`{name}`" for name in numbers_of(code)) or "none") for code in Code]
@@ -211,6 +246,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "tallies": tallies,
     "validation": validation,
     "scores": scores,
+    "private": private,
     "code-numbers": code_numbers,
     "failures": failures,
 }

@@ -41,7 +41,7 @@ def test_under_masks_the_server_learns_nothing_that_is_one_sites(name: str, rows
     assert said(masked, "summed over the sites", "numbers of training images")
     assert said(masked, "summed over the sites", "validation images")
     assert not said(masked, "every site's")
-    # Of what a server has in the open, all that a site reports is among what is summed, compared or padded.
+    # Of what a server has in the open, all that a site reports is among what is summed, compared or under pads.
     updates = [line for line in rows[name]["open"]["server"] if "(" in line]
     for line in updates:
         for place in line.rpartition("(")[2].rstrip(")").split(", "):
@@ -99,7 +99,7 @@ def test_fdse_shows_cosines_of_merged_blocks_and_nobodys_mixture(rows: dict[str,
         count = sum(key.startswith(f"{scope}/") for key in blocks)
         # One over the root of 512 is 0.0442.
         assert said(masked["server"], "cosine", place, f"in {count} blocks", "0.044")
-    assert said(masked["server"], "personal tensors", "no site's own", "padded")
+    assert said(masked["server"], "personal tensors", "no site's own", "under pads")
     assert said(masked["server"], "weight of every site", "mean length")
     assert said(masked["sites"], "its own mixture", "at least 2 others")
     assert said(row["open"]["sites"], "its own mixture")
@@ -131,3 +131,20 @@ def test_the_text_says_it_method_by_method_and_what_is_common_once(crossward: Co
     assert common.count("validation images") == 2
     assert 'at least 4 sites, layers="merged", cap=0.45' in done.out
     assert "not part of this version" not in done.out
+
+
+def test_what_differential_privacy_changes_is_said_once_where_it_is_common(
+    rows: dict[str, dict[str, Any]], crossward: Command
+) -> None:
+    assert {name: row["private"]["options"] for name, row in rows.items() if row["private"]["options"]} == {
+        "fdse": {"consistency": 0.0}
+    }
+    common = rows["local"]["private"]["changes"]
+    assert said(common, "GroupNorm")
+    own = {name: [line for line in row["private"]["changes"] if line not in common] for name, row in rows.items()}
+    assert {name for name, lines in own.items() if lines} == {"fdse", "fedcode", "rfeddis"}
+    assert all(set(common) <= set(row["private"]["changes"]) for row in rows.values())
+    out = crossward("methods").out
+    assert "under differential privacy (consistency=0.0):\n    - consistency is 0" in out
+    for line in [*common, *(line for lines in own.values() for line in lines)]:
+        assert out.count(f"    - {line}\n") == 1, line

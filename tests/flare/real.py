@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from crossward.flare.system import LocalSystem
 from crossward.flare.watch import Event, Outcome, Pace, follow
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.phantom import write_hospitals
+from crossward.imaging.pictures import pixels_of
 from crossward.methods import Method, Task, create
 from crossward.site.inprocess import simulate
 from crossward.site.participant import Plugs
@@ -47,13 +50,15 @@ class Hospitals:
     Attributes:
         folder: everything is in here.
         system: the running system.
-        data: the hospitals' folder.
+        data: a folder of its own for every hospital, with its images.
+        pack: the same images in one folder, for whoever plays all hospitals.
         cohort: the same images, for runs in this process.
     """
 
     folder: Path
     system: LocalSystem
     data: Path
+    pack: Path
     cohort: Cohort
     _names: dict[str, int] = field(default_factory=dict)
 
@@ -113,9 +118,12 @@ def hospitals_in(
         secure_aggregation: whether their kits demand it of every job.
         record: where processes leave what the recorder sees; they run without it if not given.
     """
-    data = folder / "hospitals"
-    write_hospitals(data, sites=len(sites), patients=24, seed=5)
-    cohort = load(data, size=SIZE, batch_size=BATCH)
+    data, pack = folder / "hospitals", folder / "pack"
+    write_pack(pack, len(sites))
+    for site in sites:
+        (data / site).mkdir(parents=True)
+        os.link(pack / f"{site}.npz", data / site / f"{site}.npz")
+    cohort = load(pack, size=SIZE, batch_size=BATCH)
     kits = {
         site: SiteKit(data_root=data / site, minimum_cell=1, secure_aggregation=secure_aggregation) for site in sites
     }
@@ -124,9 +132,31 @@ def hospitals_in(
         system.start()
     try:
         system.wait_until_ready(120)
-        yield Hospitals(folder, system, data, cohort)
+        yield Hospitals(folder, system, data, pack, cohort)
     finally:
         system.stop()
+
+
+def write_pack(folder: Path, sites: int) -> None:
+    """Draw hospitals and keep their images as a pack: reading DICOM would cost every process of a site seconds.
+
+    It is the import of the libraries that takes them; a job is mostly the start and the end of its processes.
+    """
+    with TemporaryDirectory() as drawn:
+        write_hospitals(Path(drawn) / "films", sites=sites, patients=24, seed=5)
+        cohort = load(Path(drawn) / "films", size=SIZE, batch_size=BATCH)
+    folder.mkdir()
+    for name, site in cohort.sites.items():
+        splits = (site.train, site.val, site.test)
+        pixels = torch.cat([pixels_of(split.images[:]) for split in splits])
+        np.savez(
+            folder / f"{name}.npz",
+            x=(255 * pixels[:, 0]).round().byte().numpy(),
+            y=torch.cat([split.labels for split in splits]).numpy(),
+            split=np.repeat(np.arange(len(splits)), [len(split) for split in splits]),
+            ids=np.array([each for split in splits for each in split.ids]),
+            classes=np.array(cohort.classes),
+        )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from crossward.flare.jobs import export
 from crossward.flare.kits import SERVER
 from crossward.flare.system import JOB, PARENT
 from crossward.flare.watch import Event, follow
+from crossward.imaging.phantom import write_hospitals
 from crossward.site.declaration import Declaration
 from crossward.site.journal import read_journal
 from crossward.site.study import Study
@@ -189,25 +190,22 @@ def test_sites_whose_data_do_not_suit_the_job_refuse_it_before_anything_is_train
     hospitals: Hospitals, tmp_path: Path
 ) -> None:
     study = small_study("fedavg", hospitals.cohort, rounds=2)
-    labels = hospitals.data / A / "labels.csv"
-    image = next((hospitals.data / B / "images").iterdir())
-    kept_labels, kept_image = labels.read_bytes(), image.read_bytes()
+    films, kept = hospitals.data, tmp_path / "kept"
+    films.rename(kept)
     try:
-        lines = kept_labels.decode().splitlines(keepends=True)
+        write_hospitals(films, sites=3, patients=24, seed=5)
+        lines = (films / A / "labels.csv").read_text().splitlines(keepends=True)
         lines[1:4] = [f"{line.rpartition(',')[0]},fracture\n" for line in lines[1:4]]
-        labels.write_text("".join(lines))
-        image.write_bytes(b"not an image")
-        shutil.move(hospitals.data / C, tmp_path / C)
-        (hospitals.data / C).mkdir()
+        (films / A / "labels.csv").write_text("".join(lines))
+        next((films / B / "images").iterdir()).write_bytes(b"not an image")
+        shutil.rmtree(films / C)
+        (films / C).mkdir()
         story = run(hospitals, study, timing=PATIENT)
         with hospitals.console() as console:
             told = {line.site: line for line in reversed(explain(console, story.outcome.job))}
     finally:
-        labels.write_bytes(kept_labels)
-        image.write_bytes(kept_image)
-        if (tmp_path / C).exists():
-            (hospitals.data / C).rmdir()
-            shutil.move(tmp_path / C, hospitals.data / C)
+        shutil.rmtree(films, ignore_errors=True)
+        kept.rename(films)
     expected = {A: Code.LABELS, B: Code.UNREADABLE_DATA, C: Code.NO_DATA}
     outcome = story.outcome
     assert outcome.status == "failed"
@@ -273,7 +271,7 @@ def test_a_full_disk_at_the_server_loses_no_finished_round(hospitals: Hospitals)
 
 
 def test_two_jobs_at_once_run_one_after_the_other_and_none_twice(hospitals: Hospitals) -> None:
-    first, second = (small_study(method, hospitals.cohort, rounds=2) for method in ("fedavg", "fedbn"))
+    first, second = (small_study(method, hospitals.cohort, rounds=1) for method in ("fedavg", "fedbn"))
     job = hospitals.job(first, timing=PATIENT)
     with hospitals.console() as console:
         refuse_twice(console, job, first)

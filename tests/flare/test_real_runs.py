@@ -46,7 +46,7 @@ def test_in_process_simulator_and_real_processes_give_the_same_model(
     assert handover.study == study
 
     job = export(study, tmp_path / "job", timing=TIMING, min_sites=2)
-    simulate_job(job, data=hospitals.data, sites=hospitals.system.sites, out=tmp_path / "out", timeout=240)
+    simulate_job(job, data=hospitals.pack, sites=hospitals.system.sites, out=tmp_path / "out", timeout=240)
     state = tmp_path / "out" / "state"
     (run,) = (state / "runs").iterdir()
     files = {"server": run / "checkpoint.safetensors"}

@@ -10,6 +10,7 @@ from crossward.federation.errors import CrosswardError, PrivacyRefusal
 from crossward.federation.scopes import Scope, layout_of, mark
 from crossward.methods import Method, Task, available, base
 from crossward.methods.base import Batch, Context, FeatureBlock, SoftmaxHead, Trace
+from crossward.nets.layers import Norm
 
 TASK = Task(classes=("a", "b", "c"), channels=1, size=8, rounds=2, width=0.0625)
 
@@ -52,7 +53,7 @@ def test_the_start_does_not_depend_on_what_was_drawn_before_nor_disturb_it(name:
 
 @every_method
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_every_tensor_has_a_scope_and_only_those_that_leave_start_at_the_server(name: str, norm: base.Norm) -> None:
+def test_every_tensor_has_a_scope_and_only_those_that_leave_start_at_the_server(name: str, norm: Norm) -> None:
     method = available()[name]()
     task = dataclasses.replace(TASK, norm=norm)
     model = method.build(task)

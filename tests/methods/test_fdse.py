@@ -1377,6 +1377,7 @@ def test_options_survive_the_way_through_text() -> None:
         layers="layer",
         cap=0.4,
         ghost=True,
+        newcomers=True,
     )
     assert create("fdse", **json.loads(json.dumps(asdict(method)))) == method
     assert create("fdse") == FDSE()

@@ -68,7 +68,7 @@ def secure_site(name: str, *, settings: Settings, memory: Forgetful, job: str = 
 
 
 def binding(cohort: Sequence[str], **changes: object) -> Binding:
-    usual = {"run": "run", "round_number": 1, "attempt": 1, "model": MODEL, "plan": "plan", "layout": "layout"}
+    usual = {"study": "study", "round_number": 1, "attempt": 1, "model": MODEL, "plan": "plan", "layout": "layout"}
     return Binding(cohort=tuple(sorted(cohort)), **{**usual, **changes})  # type: ignore[arg-type]
 
 

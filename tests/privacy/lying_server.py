@@ -195,7 +195,7 @@ class Run:
     def _begin(self, job: Job, cohort: list[str]) -> dict[str, list[dict[str, bytes]]]:
         twice = cohort and self._happens("a plan that counts one site twice", 0.12)
         usual = {
-            "run": "run",
+            "study": "run",
             "round_number": job.round_number,
             "attempt": job.attempt,
             "cohort": tuple(sorted(cohort)),

@@ -21,7 +21,7 @@ from crossward.site.summing import Opened
 from tests.privacy.federation import authority, identity, names
 from tests.privacy.lying_watch import CLASSES, Hospital, place
 
-RUN = "run"
+STUDY = "study"
 
 
 class Table:
@@ -55,14 +55,14 @@ class Table:
         self._attempt = 0
         self.job("job-1")
 
-    def job(self, name: str, sites: Sequence[str] | None = None, *, run: str = RUN) -> None:
+    def job(self, name: str, sites: Sequence[str] | None = None, *, study: str = STUDY) -> None:
         """All processes begin anew, and the sites agree on keys."""
         with patch.object(release, "DurableMemory", self.memories.__getitem__):
             self.sites = {
                 site: Release(
                     self.hospitals[site],  # type: ignore[arg-type]
                     masking=self.settings,
-                    run=run,
+                    study=study,
                     job=name,
                     credentials=Credentials(identity(site), authority().roots),
                     memory=place(site),
@@ -134,7 +134,7 @@ class Table:
             late: whose vectors are said to have come too late.
         """
         layout = self.masked.layout(request)
-        binding = self.masked.binding(request, run=RUN, model="")
+        binding = self.masked.binding(request, study=STUDY, model="")
         attempt = self.server.attempt(binding, words=layout.words)
         asked = {"sum": request.message()}
         for site, answer in self.all(BEGIN, dict.fromkeys(request.cohort, asked)).items():

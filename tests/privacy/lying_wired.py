@@ -130,7 +130,7 @@ class WiredRun:
             name: WatchedRelease(
                 self.hospitals[name],  # type: ignore[arg-type]
                 masking=self.settings,
-                run="run",
+                study="run",
                 job=f"job-{self.jobs}",
                 credentials=Credentials(identity(name), authority().roots),
                 memory=place(name),

@@ -146,7 +146,7 @@ class Observer:
             row: Row = defaultdict(int)
             for upload in uploads:
                 about = upload.begun.about
-                row[upload.begun.site, about.run, about.model, upload.update] += upload.coefficient
+                row[upload.begun.site, about.study, about.model, upload.update] += upload.coefficient
             rows.append(dict(row))
         whole = _rank(rows)
         for site in sorted({column[0] for row in rows for column in row}):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from crossward.federation.errors import StorageFailure
-from crossward.privacy.secagg.memory import AlreadyUsed, Forgetful, Use, check_new, check_same_update
+from crossward.privacy.secagg.memory import AlreadyUsed, Forgetful, Use, check_new, check_same_update, check_sum
 from tests.privacy.federation import JOB, Federation, Lost, binding, names, run_round, secure_site
 
 SITES = ("a", "b", "c", "d")
@@ -22,7 +22,7 @@ def _real_use() -> Use:
     about = binding(SITES, round_number=2, attempt=2)
     vectors = {name: np.ones(4, np.uint32) for name in SITES}
     run_round(federation, about, vectors)
-    return next(use for use in federation.memories["a"].uses("run", about.model) if use.step == "masked")
+    return next(use for use in federation.memories["a"].uses("study", about.model) if use.step == "masked")
 
 
 def _use(**changes: Any) -> Use:
@@ -58,11 +58,24 @@ def test_another_job_has_other_keys() -> None:
 def test_an_opened_sum_allows_no_other_cohort() -> None:
     opened = [_use(), _use(step="opened")]
     _new(opened)
-    for cohort in (SITES[:3], (*SITES, "e"), ("a", "b", "c", "e")):
+    for cohort in (SITES[:3], ("a", "b", "c", "e")):
         with pytest.raises(AlreadyUsed):
             _new(opened, cohort=cohort)
         with pytest.raises(AlreadyUsed):
             _new(opened, cohort=cohort, job="another", attempt=1, round_number=1)
+
+
+def test_who_was_asked_beside_the_sites_of_an_opened_sum_is_asked_again_and_in_no_other_words() -> None:
+    """Whose vectors are missing is known only when vectors are masked; it is looked at again then."""
+    opened = [_use(), _use(step="opened")]
+    _new(opened, cohort=(*SITES, "e"))
+    check_sum(opened, cohort=SITES, about=opened[0].about)
+    for refused in (
+        lambda: _new(opened, cohort=(*SITES, "e"), layout="another"),
+        lambda: check_sum(opened, cohort=(*SITES, "e"), about=opened[0].about),
+    ):
+        with pytest.raises(AlreadyUsed):
+            refused()
 
 
 def test_a_sum_that_was_not_opened_does() -> None:
@@ -133,7 +146,7 @@ def test_nothing_is_revealed_that_cannot_be_kept() -> None:
     memory.full = True
     with pytest.raises(StorageFailure):
         federation.sites["site-00"].survivors(attempt.close_uploads())
-    assert [use.step for use in memory.uses("run", binding(names(3)).model)] == ["masked"]
+    assert [use.step for use in memory.uses("study", binding(names(3)).model)] == ["masked"]
 
 
 def test_uses_name_the_survivors_of_the_opened_sum() -> None:
@@ -141,9 +154,9 @@ def test_uses_name_the_survivors_of_the_opened_sum() -> None:
     federation = Federation.of(sites)
     vectors = {name: np.ones(4, np.uint32) for name in sites}
     run_round(federation, binding(sites), vectors, lost=Lost(upload=[sites[4]]))
-    uses = federation.memories[sites[0]].uses("run", binding(sites).model)
+    uses = federation.memories[sites[0]].uses("study", binding(sites).model)
     assert [(use.step, use.cohort) for use in uses] == [("masked", tuple(sites)), ("opened", tuple(sites[:4]))]
-    assert not federation.memories[sites[4]].uses("run", binding(sites).model)
+    assert not federation.memories[sites[4]].uses("study", binding(sites).model)
 
 
 def test_the_memory_outlives_the_job() -> None:

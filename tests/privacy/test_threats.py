@@ -260,13 +260,13 @@ def test_mask_reuse_by_a_restored_copy_of_the_site() -> None:
         copy.begin(binding(sites))
 
 
-@pytest.mark.parametrize("change", ["round_number", "attempt", "model", "plan", "layout", "run", "job", "cohort"])
+@pytest.mark.parametrize("change", ["round_number", "attempt", "model", "plan", "layout", "study", "job", "cohort"])
 def test_mask_reuse_across_anything_that_differs(change: str) -> None:
     """Zeros are masked, so what travels is the masks themselves: they never agree in a word but by chance."""
     sites = names(4)
     federation = Federation.of(sites)
     one = Round(federation, binding(sites), words=2000).begin().contribute()
-    changes = {"round_number": 2, "attempt": 2, "model": "b", "plan": "b", "layout": "b", "run": "b"}
+    changes = {"round_number": 2, "attempt": 2, "model": "b", "plan": "b", "layout": "b", "study": "b"}
     about = binding(sites[:3] if change == "cohort" else sites, attempt=2)
     if change in changes:
         about = binding(sites, **{"attempt": 2, change: changes[change]})
@@ -283,7 +283,7 @@ def test_mask_reuse_across_anything_that_differs(change: str) -> None:
 # Model inconsistency, zero weights
 
 
-@pytest.mark.parametrize("change", [{"model": "b" * 64}, {"layout": "b"}, {"run": "b"}, {"attempt": 2}])
+@pytest.mark.parametrize("change", [{"model": "b" * 64}, {"layout": "b"}, {"study": "b"}, {"attempt": 2}])
 def test_model_inconsistency(change: dict[str, Any]) -> None:
     """A site that was told something else shares no key with the others: no vector leaves anybody."""
     _check_seen_through(change)

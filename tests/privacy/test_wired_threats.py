@@ -182,7 +182,7 @@ def test_a_colluding_site_that_tells_sites_different_things_gets_nothing() -> No
     request = table.request(Kind.UPDATES, values={**held(0), "style": {"group": np.zeros(3)}})
     asked = {"sum": request.message()}
     attempt = table.server.attempt(
-        table.masked.binding(request, run="run", model=""), words=table.masked.layout(request).words
+        table.masked.binding(request, study="run", model=""), words=table.masked.layout(request).words
     )
     said = iter([b"\xff", b"\x10"])
     for name in table.names:

@@ -53,8 +53,8 @@ def test_the_observer_sees_counts_in_two_kinds_of_sums(monkeypatch: pytest.Monke
 def test_the_observer_sees_test_images_that_are_summed_with_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     real = MaskedAlgebra.binding
 
-    def binding(self: MaskedAlgebra, request: Request, *, run: str, model: str) -> Binding:
-        bound = real(self, request, run=run, model=model)
+    def binding(self: MaskedAlgebra, request: Request, *, study: str, model: str) -> Binding:
+        bound = real(self, request, study=study, model=model)
         return replace(bound, model=f"{bound.model} {model}") if request.kind is Kind.TEST else bound
 
     monkeypatch.setattr(MaskedAlgebra, "binding", binding)

@@ -31,7 +31,7 @@ from crossward.site.masked_run import MaskedRun
 from crossward.site.messages import BEGIN, CONTRIBUTE, TRAIN, Message
 from crossward.site.summing import Opened, Summing
 from tests.privacy.federation import authority, identity, names, secure_site
-from tests.privacy.lying_table import RUN, Table
+from tests.privacy.lying_table import STUDY, Table
 from tests.privacy.lying_watch import averaging, mixtures
 from tests.privacy.test_wired_threats import whole_plan
 
@@ -47,7 +47,7 @@ class Server:
         self.summing = Summing(
             lambda number: SecureServer(f"job-1/{number}", settings=table.settings, roots=roots),
             table.masked,
-            run=RUN,
+            study=STUDY,
             exchange=self._exchange,
         )
         self.summing.agree({name: {} for name in table.names}, round_number=0, enough=len(table.names))

@@ -35,7 +35,7 @@ from crossward.site.summing import Summing
 from crossward.site.troubles import Code
 from crossward.site.vault import Vault
 
-RUN = "run-1"
+RUN, STUDY = "run-1", "study"
 ALGEBRA = mean_algebra({"conv.weight": (3, 5), "bias": (7,)})
 """A small model whose sites are averaged."""
 
@@ -148,7 +148,7 @@ class Federation:
         self.summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=self.masking, roots=roots),
             MaskedAlgebra(self.algebra, bits=self.masking.bits),
-            run=RUN,
+            study=STUDY,
             exchange=self.exchange,
         )
         self.run = MaskedRun(self.coordinator, self.summing, self.address)
@@ -161,14 +161,14 @@ class Federation:
         return Release(
             self.hospitals[name],  # type: ignore[arg-type]
             masking=self.masking,
-            run=RUN,
+            study=STUDY,
             job=self.job,
             credentials=Credentials(identity(name), authority().roots),
             memory=self.folder / name / "masks",
         )
 
     def address(self, number: int) -> Message:
-        return messages.address(run=RUN, study="study", round_number=number)
+        return messages.address(run=RUN, study=STUDY, round_number=number)
 
     def agree(self, sites: Sequence[str] | None = None) -> tuple[str, ...]:
         asked = {name: self.address(0) for name in sites or self.names}
@@ -255,7 +255,7 @@ class Federation:
     def begun(self, request: Request) -> dict[str, Message]:
         """Let all sites begin; gives everybody's task to contribute."""
         model = received_digest(self.coordinator.state.tensors, self.coordinator.state.plan)
-        binding = self.summing.masked.binding(request, run=RUN, model=model)
+        binding = self.summing.masked.binding(request, study=STUDY, model=model)
         attempt = self.summing.server.attempt(binding, words=self.summing.masked.layout(request).words)
         for site in request.cohort:
             answer = self.ask(site, BEGIN, self.asking(request))

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.site.made_up_sites import same_bits
+from tests.site.made_up_sites import made_up_study, same_bits
 from tests.site.masked_runs import NAMES, Ended, Runs, masked_study, quick
 from torch import Tensor
 
 from crossward.federation.contract import Report
 from crossward.federation.scopes import Scope, names_in, tensors_digest
 from crossward.federation.storage import read_tensors
+from crossward.methods.fdse import FDSE
 from crossward.privacy.secagg.ring import Ring
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.declaration import Declaration
 from crossward.site.messages import (
     BEGIN,
@@ -169,7 +171,7 @@ def test_every_site_has_erasers_of_its_own_and_the_server_can_read_none_of_them(
     tensors, metadata = read_tensors(fdse.folder / "server" / "checkpoint.safetensors")
     assert len({tensors_digest({name: value.float() for name, value in own[site].items()}) for site in NAMES}) == 4
     slots = {key.partition("/")[0] for key in tensors}
-    assert slots == {"*", "*mean", "*sealed"}
+    assert slots == {"*", "*sealed"}
     for site in NAMES:
         limits, _, parties, bits = json.loads(json.loads(metadata["sealed"])[site])
         words = tensors[f"*sealed/{site}"].numpy().view(np.uint32)
@@ -183,9 +185,16 @@ def test_every_site_has_erasers_of_its_own_and_the_server_can_read_none_of_them(
             assert abs(np.corrcoef(read / scale, hers / scale)[0, 1]) < 5 / np.sqrt(size)
         near = np.abs(read - flat) < 0.01 * scale
         assert near.mean() < 0.05
-    # All that it knows of them is their mean.
-    mean = {name: torch.stack([own[site][name] for site in NAMES]).mean(dim=0) for name in own[NAMES[0]]}
-    assert_close({name: tensors[f"*mean/{name}"] for name in mean}, mean)
+
+
+def test_the_server_gets_the_mean_of_erasers_where_a_study_asks_for_it(ran: Runs) -> None:
+    ended = ran(made_up_study(FDSE(newcomers=True), rounds=1).masked(Settings()))
+    tensors = ended.checkpoint
+    names = [key.partition("/")[2] for key in tensors if key.startswith("*mean/")]
+    assert names
+    own = [ended.seen.payloads[site, 1].tensors for site in NAMES]
+    mean = {name: torch.stack([each[name].double() for each in own]).mean(dim=0) for name in names}
+    assert_close({name: tensors[f"*mean/{name}"] for name in names}, mean)
 
 
 def test_what_the_server_says_it_sent_is_not_what_a_site_has(fdse: Ended) -> None:

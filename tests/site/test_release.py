@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.site.masked import ALGEBRA, RUN, Federation, uses
+from tests.site.masked import ALGEBRA, STUDY, Federation, uses
 
 from crossward.federation.contract import Plan
 from crossward.federation.scopes import tensors_digest
@@ -302,17 +302,17 @@ def test_a_site_that_was_asked_for_something_else_is_in_no_sum_with_the_others(m
     assert len([use for use in uses(federation, VICTIM) if use["round_number"] == 2]) == 0
 
 
-def test_a_run_is_in_every_key(made: Any) -> None:
+def test_a_study_is_in_every_key(made: Any) -> None:
     federation = made()
     federation.train()
     request = federation.request()
     masked = federation.summing.masked
     model = tensors_digest(federation.coordinator.state.tensors)
     bindings = [
-        masked.binding(request, run=RUN, model=model),
-        masked.binding(request, run="run-2", model=model),
-        masked.binding(federation.request(Kind.RANGES), run=RUN, model=model),
-        masked.binding(replace(request, limits=dict.fromkeys(ALGEBRA.sent, 5.0)), run=RUN, model=model),
+        masked.binding(request, study=STUDY, model=model),
+        masked.binding(request, study="another", model=model),
+        masked.binding(federation.request(Kind.RANGES), study=STUDY, model=model),
+        masked.binding(replace(request, limits=dict.fromkeys(ALGEBRA.sent, 5.0)), study=STUDY, model=model),
     ]
     contexts = {each.context(job="job", roster=b"r", settings=b"s", group=b"g") for each in bindings}
     assert len(contexts) == 4

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.site.masked import Federation, mean_of
+from tests.site.masked import Federation, mean_of, uses
 from tests.standins import mean_algebra
 
+from crossward.federation.contract import State
 from crossward.privacy.secagg.canonical import decode
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import Kind
@@ -62,6 +63,26 @@ def opened_by(federation: Federation) -> set[str]:
     """Sites that gave shares away that open a sum, by their own records."""
     folders = {name: federation.folder / name / "masks" for name in federation.names}
     return {name for name, folder in folders.items() for path in folder.iterdir() if '"opened"' in path.read_text()}
+
+
+def helpers(federation: Federation, *, round_number: int) -> set[str]:
+    """Those of them in one round."""
+    opened = (round_number, "opened")
+    return {
+        name
+        for name in federation.names
+        if opened in {(use["round_number"], use["step"]) for use in uses(federation, name)}
+    }
+
+
+def assert_added(federation: Federation, before: State, survivors: Collection[str]) -> None:
+    """The last round has added the plain weighted mean over these sites."""
+    hospitals = [federation.hospitals[name] for name in sorted(survivors)]
+    for name in ALGEBRA.sent:
+        expected = mean_of(hospitals, name)
+        found = (federation.coordinator.state.tensors[name] - before.tensors[name]).double().numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    assert federation.coordinator.history[-1]["secagg"]["sites"] == sorted(survivors)
 
 
 # The threshold of 5 is 4, of 10 it is 6.
@@ -131,6 +152,78 @@ def test_shares_that_got_lost_are_asked_for_again_by_the_same_sum(made: Any) -> 
     entry = federation.coordinator.history[-1]
     assert (entry["secagg"]["attempt"], entry["secagg"]["sites"]) == (2, list(federation.names))
     assert federation.refused == []
+
+
+def test_shares_that_got_lost_after_a_drop_out_are_asked_for_again_by_the_same_sum(made: Any) -> None:
+    federation = made(5)
+    federation.round()
+    before = federation.coordinator.state
+    dropped, *others = federation.names
+    first, second = only(CONTRIBUTE, [dropped], times=1), only(REVEAL, others[:2], times=1)
+    federation.lost = lambda task, site: first(task, site) or second(task, site)
+    federation.round()
+    assert federation.coordinator.history[-1]["secagg"]["attempt"] == 2
+    assert_added(federation, before, others)
+    assert federation.refused == []
+
+
+class Ended(Exception):
+    """The job is over."""
+
+
+@pytest.mark.parametrize(("missing", "opening"), [(TRAIN, SURVIVORS), (CONTRIBUTE, REVEAL)])
+def test_an_opening_that_a_job_did_not_live_to_see_is_gone_on_with_in_the_next(
+    made: Any, missing: str, opening: str
+) -> None:
+    """A site that was not in the sum is back by then: those who have helped to open it would be in no other."""
+    federation = made(5)
+    federation.round()
+    before = federation.coordinator.state
+    gone, *others = federation.names
+
+    def lost(task: str, site: str) -> bool:
+        if (task, site) == (opening, others[-1]):
+            raise Ended
+        return (task, site) == (missing, gone)
+
+    federation.lost = lost
+    with pytest.raises(Ended):
+        federation.round()
+    assert helpers(federation, round_number=2) >= set(others[:-1])
+
+    federation.lost = lambda task, site: False
+    federation.open_job("job-2")
+    federation.agree()
+    federation.said.clear()
+    federation.round()
+    assert_added(federation, before, others)
+    assert federation.refused == []
+    assert {each.site for each in federation.said if each.task == BEGIN} == set(others)
+    federation.round()
+    assert federation.coordinator.history[-1]["secagg"]["sites"] == list(federation.names)
+
+
+def test_an_opening_that_nobody_has_helped_with_holds_nobody_to_it(made: Any) -> None:
+    """The server cannot know who helped: it asks for the same sum while all sites for it are there."""
+    federation = made(5)
+    federation.round()
+    before = federation.coordinator.state
+
+    def deaf(task: str, site: str) -> bool:
+        if task == SURVIVORS:
+            raise Ended
+        return False
+
+    federation.deaf = deaf
+    with pytest.raises(Ended):
+        federation.round()
+    assert helpers(federation, round_number=2) == set()
+
+    federation.deaf = lambda task, site: False
+    federation.open_job("job-2")
+    present = federation.agree(federation.names[1:])
+    federation.round(present)
+    assert_added(federation, before, present)
 
 
 def test_after_shares_were_given_away_no_smaller_sum_is_opened(made: Any) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from crossward.cli import (
     bench_adapt,
     bench_combine,
+    bench_dp,
     bench_efficiency,
     bench_flare,
     bench_ingest,
@@ -276,6 +277,31 @@ def efficiency(
     rows = bench_efficiency.measure(variants, width=width, size=size, repeats=repeats, batch_size=batch_size)
     title = f"A round of one site: ResNet-10 of width {width:g}, {size} px, epochs of {bench_efficiency.EPOCH} images"
     show(rows if as_json else bench_efficiency.table(rows), title=title, as_json=as_json, markdown=markdown)
+
+
+@app.command("dp")
+def dp(
+    depths: Annotated[str, typer.Option(help="Depths of the ResNet with GroupNorm, with commas.")] = "10,18",
+    width: Annotated[float, typer.Option(help="Width of the net; 1 is the full one.")] = 1.0,
+    size: Annotated[int, typer.Option(min=8, help="Side of the images.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images a step.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats.")] = 5,
+    as_json: AsJson = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """What a step of differential privacy costs beside plain SGD, by our way and Opacus's, in turns on one thread.
+
+    Time is the processor's. Its ratio is the median of the repeats' ratios, with the lowest and the highest of them.
+    Norms of single images are compared with those of batches of one.
+
+    Example: crossward bench dp --depths 10 --batch-size 8
+    """
+    chosen = _numbers(depths)
+    for depth in chosen:
+        check_choices(depth=depth, width=width)
+    rows = bench_dp.measure(chosen, width=width, size=size, batch_size=batch_size, repeats=repeats)
+    title = f"A step of DP-SGD: width {width:g}, {size} px, {batch_size} images"
+    show(rows if as_json else bench_dp.table(rows), title=title, as_json=as_json, markdown=markdown)
 
 
 @app.command("uncertainty")

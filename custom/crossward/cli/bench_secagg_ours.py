@@ -106,7 +106,7 @@ class Ours:
         """A new attempt in which all have shared their secrets, and the bytes that one of them sent for it."""
         self._attempts += 1
         binding = Binding(
-            run=_JOB,
+            study=_JOB,
             round_number=1,
             attempt=self._attempts,
             cohort=tuple(self._sites),

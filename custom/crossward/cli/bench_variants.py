@@ -12,6 +12,7 @@ from crossward.federation.errors import BadInput
 from crossward.imaging.data import Cohort
 from crossward.methods import Method, create
 from crossward.methods.registry import fits
+from crossward.privacy.dp.settings import Privacy
 from crossward.site.augment import Augmentation
 from crossward.site.participant import Plugs
 from crossward.site.study import Study
@@ -23,7 +24,9 @@ _TRAINING: Mapping[str, tuple[str, type]] = {
     "clip": ("clip", float),
     "epochs": ("epochs", int),
     "augment": ("augment", str),
+    "batch": ("batch_size", int),
 }
+_PRIVACY = {"dp": "epsilon", "dp_noise": "noise", "dp_clip": "clip"}
 _SHAPE = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<options>.*)\])?")
 _UNSAFE = re.compile(r"[^A-Za-z0-9=._-]+")
 
@@ -37,12 +40,14 @@ class Variant:
         method: with its options.
         plugs: feature block and head, where they are not the method's own.
         training: fields of ``Training`` that differ from the usual ones.
+        privacy: differential privacy, where it is asked for.
     """
 
     text: str
     method: Method
     plugs: Plugs
     training: Mapping[str, Any]
+    privacy: Privacy | None = None
 
     @property
     def folder(self) -> str:
@@ -53,7 +58,8 @@ class Variant:
         """The usual study of a cohort with these settings."""
         usual = Study.usual(self.method, cohort, rounds=rounds, seed=seed)
         training = replace(usual.training, **{"augment": augment, **self.training})
-        return replace(usual, training=training, plugs=self.plugs)
+        study = replace(usual, training=training, plugs=self.plugs)
+        return study.private(self.privacy) if self.privacy else study
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -86,11 +92,14 @@ def parse_variant(text: str) -> Variant:
         for name, (field, kind) in _TRAINING.items()
         if name in options
     }
+    private = {
+        field: _of_kind(text, name, options.pop(name), float) for name, field in _PRIVACY.items() if name in options
+    }
     method = create(shape["name"].strip(), **options)
     block, head = plugs.get("block"), plugs.get("head")
     check_choices(block=block, head=head)
     Training(**training)
-    return Variant(text, method, Plugs(block, head), training)
+    return Variant(text, method, Plugs(block, head), training, Privacy(**private) if private else None)
 
 
 def _split(text: str) -> Sequence[str]:

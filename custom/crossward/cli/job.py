@@ -21,6 +21,11 @@ from crossward.cli.study_options import (
     Block,
     Clip,
     Depth,
+    DpClip,
+    DpDelta,
+    DpEpsilon,
+    DpNoise,
+    DpUnit,
     Epochs,
     HeadName,
     LearningRate,
@@ -42,6 +47,7 @@ from crossward.cli.study_options import (
     masked,
     parse_names,
     parse_options,
+    private,
 )
 from crossward.federation.errors import BadInput, RunFailure
 from crossward.flare.console import Console
@@ -60,6 +66,7 @@ from crossward.flare.jobs import export as export_job
 from crossward.flare.outcome import FINISHED
 from crossward.flare.watch import Event, Outcome, follow
 from crossward.methods import Task, create
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.participant import Plugs
 from crossward.site.study import Study
@@ -113,6 +120,11 @@ def export(
     secagg: Secagg = True,
     min_sum: MinSum = Settings.min_sites,
     ring_bits: RingBits = Settings.bits,
+    dp: DpEpsilon = None,
+    dp_noise: DpNoise = None,
+    dp_clip: DpClip = Privacy.clip,
+    dp_delta: DpDelta = Privacy.delta,
+    dp_unit: DpUnit = Privacy.unit,
     gpus: Annotated[int, typer.Option(help="GPUs that every site reserves for the job.")] = 0,
     join_timeout: Annotated[int, typer.Option(help="Seconds for sites to read their images and join.")] = Timing.join,
     round_timeout: Annotated[int, typer.Option(help="Seconds for a round, at the longest.")] = Timing.round,
@@ -154,6 +166,7 @@ def export(
         quorum=quorum or None,
     )
     timing = Timing(join=join_timeout, round=round_timeout, grace=grace)
+    study = private(study, epsilon=dp, noise=dp_noise, clip=dp_clip, delta=dp_delta, unit=dp_unit)
     if secagg:
         study = masked(study, min_sum=min_sum, ring_bits=ring_bits)
     fewest = study.masking.fewest if study.masking else SMALLEST_FEDERATION

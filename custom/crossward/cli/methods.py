@@ -36,7 +36,12 @@ _RANGES = (
     "tensor by tensor, how many values of all sites together were cut off at the end of the public range",
     "in the first round, tensor by tensor, how many sites' largest value is of which power of two",
 )
-_PADDED = "the mean over the sites of their new personal tensors, but no site's own, which the others have padded"
+_PADDED = "of personal tensors no site's own: those are under pads of the other sites"
+_PRIVATE = (
+    "BatchNorm gives way to GroupNorm, so there are no running statistics to share or to refresh",
+    "a step's batch is of patients drawn at random; the gradient of each, of local tensors too, is clipped by itself, "
+    "and noise is added to their sum",
+)
 _OFF = SKETCH_WIDTH**-0.5
 _ASKED = (
     ("open", "server", "the server learns, in the open"),
@@ -76,13 +81,16 @@ def methods(
         console.print(f"[bold]{name}[/], normalisation: {row['normalisation']}", soft_wrap=True)
         for key, value in row["options"].items():
             console.print(f"  -o {key}={json.dumps(value['default'])}  ({escape(value['type'])})", soft_wrap=True)
-        demanded = [f"{key}={json.dumps(value)}" for key, value in row["masked"]["options"].items()]
         fewest = f"at least {row['masked']['fewest_sites']} sites"
-        console.print(f"  under secure aggregation: {', '.join([fewest, *demanded])}", soft_wrap=True)
+        demanded = ", ".join([fewest, *_as_options(row["masked"]["options"])])
+        console.print(f"  under secure aggregation: {demanded}", soft_wrap=True)
+        own = [line for line in row["private"]["changes"] if line not in _PRIVATE]
+        _print_private(console, own, row["private"]["options"])
         _print_learnt(
             console, {key: [line for line in row[key[0]][key[1]] if line not in lines] for key, lines in common.items()}
         )
     console.print("[bold]with every method[/]")
+    _print_private(console, _PRIVATE, {})
     _print_learnt(console, common)
     console.print(f"Any method takes --block {', '.join(BLOCKS)} and --head {', '.join(HEADS)}.", soft_wrap=True)
 
@@ -97,6 +105,23 @@ def _print_learnt(console: Console, learnt: Mapping[tuple[str, str], Sequence[st
             console.print(f"  {title}:")
         for line in learnt[mode, who]:
             console.print(f"    - {escape(line)}", soft_wrap=True)
+
+
+def _print_private(console: Console, changes: Sequence[str], options: Mapping[str, Any]) -> None:
+    if changes or options:
+        demanded = f" ({', '.join(_as_options(options))})" if options else ""
+        console.print(f"  under differential privacy{demanded}:", soft_wrap=True)
+    for line in changes:
+        console.print(f"    - {escape(line)}", soft_wrap=True)
+
+
+def _as_options(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _changed(method: Method, other: Method) -> dict[str, Any]:
+    """The options of the other that the method has not."""
+    return {key: value for key, value in asdict(other).items() if value != asdict(method)[key]}
 
 
 def describe(method: Method) -> dict[str, Any]:
@@ -122,7 +147,11 @@ def describe(method: Method) -> dict[str, Any]:
             "server": seen_under_masks(masked.algebra(_EXAMPLE_TASK, model)),
             "sites": seen_by_sites(masked.algebra(_EXAMPLE_TASK, model)) + [_RANGE] * bool(algebra.sent),
             "fewest_sites": method.fewest_masked,
-            "options": {key: value for key, value in asdict(masked).items() if value != asdict(method)[key]},
+            "options": _changed(method, masked),
+        },
+        "private": {
+            "options": _changed(method, method.under_privacy()),
+            "changes": [*_PRIVATE, *method.private_changes],
         },
         "digest": layout_digest(algebra.layout),
     }

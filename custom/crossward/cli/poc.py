@@ -24,7 +24,21 @@ from crossward.cli.job import show_lines
 from crossward.cli.progress import JobDisplay, counting
 from crossward.cli.show import show_cohort
 from crossward.cli.simulate import INTERRUPTED
-from crossward.cli.study_options import MethodOptions, RingBits, Rounds, Secagg, check_folder, masked, parse_options
+from crossward.cli.study_options import (
+    DpClip,
+    DpDelta,
+    DpEpsilon,
+    DpNoise,
+    DpUnit,
+    MethodOptions,
+    RingBits,
+    Rounds,
+    Secagg,
+    check_folder,
+    masked,
+    parse_options,
+    private,
+)
 from crossward.federation.errors import BadInput, RunFailure
 from crossward.flare.console import Console
 from crossward.flare.explain import explain
@@ -36,6 +50,7 @@ from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.imaging.phantom import is_whole, write_hospitals
 from crossward.methods import create
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.gathered import alone, gathered
 from crossward.site.study import Study
@@ -57,6 +72,11 @@ def poc(
     seed: Annotated[int, typer.Option(help="The same seed, the same result.")] = 0,
     secagg: Secagg = True,
     ring_bits: RingBits = Settings.bits,
+    dp: DpEpsilon = None,
+    dp_noise: DpNoise = None,
+    dp_clip: DpClip = Privacy.clip,
+    dp_delta: DpDelta = Privacy.delta,
+    dp_unit: DpUnit = Privacy.unit,
     compare: Annotated[bool, typer.Option(help="Also train every hospital alone, for comparison.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system up, and say how to use it.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Only stop what earlier runs left up in --workdir.")] = False,
@@ -91,6 +111,7 @@ def poc(
     show_cohort(screen, cohort)
     clock.lap("images")
     study = Study.usual(chosen, cohort, rounds=rounds, seed=seed, quorum=len(cohort.sites) // 2 + 1)
+    study = private(study, epsilon=dp, noise=dp_noise, clip=dp_clip, delta=dp_delta, unit=dp_unit)
     if secagg:
         study = _summed_only(study, len(cohort.sites), ring_bits)
     out = workdir / f"poc-{method}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -65,12 +65,26 @@ def show_result(console: Console, result: Mapping[str, Any]) -> None:
             soft_wrap=True,
             highlight=False,
         )
+    _show_privacy(console, result.get("privacy") or {})
     if (matrix := matrix_table(result)) is not None:
         console.print(matrix)
     if (transfer := transfer_of(result)) is not None:
         sheet = transfer_sheet(transfer)
         words = [CPRR_IN_WORDS, DOMAINS_IN_WORDS, *_numbered(sheet.notes)]
         console.print(_sheet_table(sheet, title="accuracy % at home and elsewhere", caption="\n".join(words)))
+
+
+def _show_privacy(console: Console, privacy: Mapping[str, Any]) -> None:
+    """Say what was spent of patients' privacy, where that was limited."""
+    spent = {name: value for name, value in (privacy.get("epsilon") or {}).items() if value is not None}
+    if not privacy.get("dp") or not spent:
+        return
+    told = ", ".join(f"{name} {value:.2f}" for name, value in spent.items())
+    console.print(
+        f"Differential privacy: epsilon {told} at delta {privacy['dp']['delta']:g}, for every {privacy['dp']['unit']}.",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def show_personal(console: Console, result: Mapping[str, Any]) -> None:

@@ -20,6 +20,11 @@ from crossward.cli.study_options import (
     Block,
     Clip,
     Depth,
+    DpClip,
+    DpDelta,
+    DpEpsilon,
+    DpNoise,
+    DpUnit,
     Epochs,
     HeadName,
     LearningRate,
@@ -41,10 +46,12 @@ from crossward.cli.study_options import (
     masked,
     parse_names,
     parse_options,
+    private,
 )
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.methods import Task, create
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.inprocess import simulate as run_in_process
 from crossward.site.participant import Plugs
@@ -86,6 +93,11 @@ def simulate(
     secagg: Secagg = False,
     min_sum: MinSum = Settings.min_sites,
     ring_bits: RingBits = Settings.bits,
+    dp: DpEpsilon = None,
+    dp_noise: DpNoise = None,
+    dp_clip: DpClip = Privacy.clip,
+    dp_delta: DpDelta = Privacy.delta,
+    dp_unit: DpUnit = Privacy.unit,
     jobs: Annotated[int | None, typer.Option(help="Sites that train at once; one per core if not given.")] = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Go on with one-class or tiny sites.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -153,6 +165,7 @@ def simulate(
         participation=participation,
         quorum=quorum,
     )
+    study = private(study, epsilon=dp, noise=dp_noise, clip=dp_clip, delta=dp_delta, unit=dp_unit)
     if secagg:
         study = masked(study, min_sum=min_sum, ring_bits=ring_bits)
     result = run_study(console, cohort, held_out, study, out, resume=resume, jobs=jobs, diagnostics=diagnostics)

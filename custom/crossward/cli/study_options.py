@@ -12,6 +12,7 @@ import typer
 
 from crossward.federation.errors import BadInput
 from crossward.methods.base import BLOCKS, HEADS, Net, Task
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.ring import Bits
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.study import Study
@@ -38,6 +39,15 @@ Secagg = Annotated[
 ]
 MinSum = Annotated[int, typer.Option("--min-sum", help="Fewest sites in a sum, under secure aggregation.")]
 RingBits = Annotated[int, typer.Option(help="Bits a number takes under secure aggregation: 32, 24 or 16.")]
+DpEpsilon = Annotated[
+    float | None, typer.Option("--dp", help="Differential privacy: epsilon of the whole run at every site.")
+]
+DpNoise = Annotated[
+    float | None, typer.Option("--dp-noise", help="Differential privacy: noise multiplier of a step, instead of --dp.")
+]
+DpClip = Annotated[float, typer.Option(help="Largest norm of what one patient adds to a step.")]
+DpDelta = Annotated[float, typer.Option(help="The chance that epsilon does not cover.")]
+DpUnit = Annotated[str, typer.Option(help="Whose presence is hidden: patient, or image.")]
 Participation = Annotated[float, typer.Option(help="Part of the sites invited to a round.")]
 
 
@@ -93,6 +103,14 @@ def masked(study: Study, *, min_sum: int = Settings.min_sites, ring_bits: int = 
         raise BadInput(f"--min-sum {min_sum} is not at least 2: a sum over one site is that site's part")
     bits: Any = ring_bits
     return study.masked(Settings(bits=bits, min_sites=min_sum, allow_pair=min_sum == 2))
+
+
+def private(study: Study, *, epsilon: float | None, noise: float | None, clip: float, delta: float, unit: str) -> Study:
+    """A study under differential privacy where it is asked for, with what its method then demands."""
+    if epsilon is None and noise is None:
+        return study
+    kind: Any = unit
+    return study.private(Privacy(epsilon=epsilon, noise=noise, clip=clip, delta=delta, unit=kind))
 
 
 def check_folder(out: Path) -> None:

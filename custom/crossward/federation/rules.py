@@ -46,6 +46,9 @@ class Rule(ABC):
 
     needs: ClassVar[Needs] = "nothing"
 
+    averaged: bool = False
+    """Whether the server gets, under masks, the mean of personal tensors, which it cannot read one by one."""
+
     def blocks(self, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
         """Name the blocks of tensors whose cosines between sites the plan needs."""
         del names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +31,9 @@ PROPERTIES: Final[Mapping[str, Any]] = {
     "minimum_cell": 10,
     "secure_aggregation": True,
     "minimum_sites": 3,
+    "max_epsilon": 0.0,
+    "max_delta": 1e-5,
+    "min_noise": 0.0,
 }
 """What a hospital's entry in project.yml may say about its scope, and what holds where it says nothing."""
 
@@ -184,6 +188,10 @@ def _properties(client: Participant) -> dict[str, Any]:
     for key, least in (("minimum_cell", 1), ("minimum_sites", 2)):
         if isinstance(found[key], bool) or not isinstance(found[key], int) or found[key] < least:
             raise BadInput(f"{client.name}: {key} '{found[key]}' is not a whole number from {least}")
+    for key, most in (("max_epsilon", math.inf), ("max_delta", 0.1), ("min_noise", math.inf)):
+        value = found[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
+            raise BadInput(f"{client.name}: {key} '{value}' is not a number from 0, below {most:g}")
     return found
 
 

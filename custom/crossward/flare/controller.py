@@ -208,7 +208,7 @@ def _result(
         "personal": coordinator.best_state().personal_digests(),
         "sites": sites,
         "summary": summarise(sites),
-        "privacy": {"secagg": False, "dp": False, "epsilon": dict.fromkeys(sites)},
+        "privacy": {"secagg": False, "dp": study.privacy_facts(), "epsilon": dict.fromkeys(sites)},
         "versions": versions(),
         "seconds": seconds,
     }

@@ -54,6 +54,7 @@ class SiteKit:
         minimum_cell: scores over fewer images than this are not published.
         secure_aggregation: whether jobs must use it.
         minimum_sites: the fewest sites in a sum that the hospital is a part of.
+        max_epsilon: the most that all jobs together may spend; 0: jobs need no differential privacy.
         org: the organisation in its certificate.
         gpus: GPUs that jobs may ask for.
         gpu_memory: of each, in GiB.
@@ -65,6 +66,7 @@ class SiteKit:
     minimum_cell: int = 10
     secure_aggregation: bool = True
     minimum_sites: int = 3
+    max_epsilon: float = 0.0
     org: str = "crossward"
     gpus: int = 0
     gpu_memory: int = 0
@@ -81,6 +83,7 @@ class SiteKit:
             "minimum_cell": self.minimum_cell,
             "secure_aggregation": self.secure_aggregation,
             "minimum_sites": self.minimum_sites,
+            "max_epsilon": self.max_epsilon,
             "capacity": {"num_of_gpus": self.gpus, "mem_per_gpu_in_GiB": self.gpu_memory},
         }
 

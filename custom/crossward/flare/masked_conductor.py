@@ -47,7 +47,7 @@ class MaskedConductor(Conductor):
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=roots, threads=os.cpu_count() or 1),
             MaskedAlgebra(coordinator.algebra, bits=masking.bits),
-            run=self._run,
+            study=study.trained_digest(),
             exchange=self._ask,
         )
         self._masked = MaskedRun(coordinator, self._summing, self._address)
@@ -61,7 +61,7 @@ class MaskedConductor(Conductor):
         images, correct = self._tested or (0.0, 0.0)
         summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
         if images:
-            summed["interval"] = wilson_interval(round(correct), round(images))
+            summed["interval"] = wilson_interval(min(round(correct), round(images)), round(images))
         return {"secagg": True, "fewest_sites": self._masking.fewest, "test": summed}
 
     @property

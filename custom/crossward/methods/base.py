@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,52 +17,10 @@ from crossward.federation.errors import BadInput
 from crossward.federation.rules import Rule, SampleMean
 from crossward.federation.scopes import Scope, layout_of, mark
 from crossward.federation.seeds import derive
-from crossward.nets import AlexNet, Backbone, ResNet
-from crossward.nets.alexnet import SMALLEST_IMAGE
-from crossward.nets.layers import LayerFactory, Norm
+from crossward.methods.task import Net as Net
+from crossward.methods.task import Task as Task
+from crossward.nets import Backbone
 from crossward.uncertainty.evidence import Opinion
-
-Net = Literal["resnet", "alexnet"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What the study trains: the same at every site.
-
-    Attributes:
-        classes: the findings, in the order of the logits.
-        channels: 1 for grey films, 3 for colour.
-        size: side of the square images, in pixels.
-        rounds: planned rounds; schedules and ramps depend on it, so it does not change on resuming.
-        seed: common start of all sites.
-        net: the backbone, ``crossward.nets.ResNet`` or ``AlexNet``.
-        depth: of the ResNet; AlexNet has one.
-        width, norm: of either.
-    """
-
-    classes: tuple[str, ...]
-    channels: int
-    size: int
-    rounds: int
-    seed: int = 0
-    net: Net = "resnet"
-    depth: int = 10
-    width: float = 0.25
-    norm: Norm = "batch"
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise BadInput(f"{self.rounds} rounds are not at least 1")
-        if self.net == "alexnet" and self.size < SMALLEST_IMAGE:
-            raise BadInput(
-                f"AlexNet needs images of {SMALLEST_IMAGE} px or more, not {self.size}; use --size 64 or more"
-            )
-
-    def backbone(self, layer: LayerFactory | None = None) -> Backbone:
-        """Make the backbone, with other layers than the usual ones where a method has its own; not yet marked."""
-        if self.net == "alexnet":
-            return AlexNet(width=self.width, norm=self.norm, channels=self.channels, layer=layer)
-        return ResNet(depth=self.depth, width=self.width, norm=self.norm, channels=self.channels, layer=layer)
 
 
 @dataclass(frozen=True)
@@ -275,6 +233,9 @@ class Method:
     fewest_masked: ClassVar[int] = 3
     """The fewest sites with which a round under masks shows nobody the part of another."""
 
+    private_changes: ClassVar[tuple[str, ...]] = ()
+    """What is other than in the paper under differential privacy, beside the swap to GroupNorm; short sentences."""
+
     def under_masks(self, fewest: int) -> Self:
         """The same method with the options that a run under masks demands.
 
@@ -283,6 +244,14 @@ class Method:
         """
         del fewest
         return self
+
+    def under_privacy(self) -> Self:
+        """The same method with the options that differential privacy demands: no loss term that couples samples."""
+        return self
+
+    def couples(self, model: Model) -> frozenset[str]:
+        """The loss terms by which samples of a batch move each other, with these options and this model."""
+        return self.coupled | model.coupled
 
     def block(self, task: Task, backbone: Backbone) -> FeatureBlock:
         """The feature block of this method, where the study does not say."""
@@ -353,6 +322,19 @@ class Method:
     def describe(self, model: Model, batches: Iterable[Batch], context: Context) -> Tensors:
         """Compute the extras after training, from one pass over the site's training batches in evaluation mode."""
         del model, batches, context
+        return {}
+
+    def private_parts(self, model: Model, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """What each sample adds to the sums that private extras are made of, [b, ...]; in evaluation mode.
+
+        A sample's parts have a joint norm of at most 1. A method with extras has parts too, or none of it can leave.
+        """
+        del model, batch, context
+        return {}
+
+    def extras_of(self, sums: Tensors, context: Context) -> Tensors:
+        """Compute the extras from noisy sums of private parts, and from nothing else that depends on data."""
+        del sums, context
         return {}
 
     def predict(self, model: Model, images: Tensor) -> Prediction:

@@ -152,11 +152,19 @@ class SimilarityAware(_Blockwise):
         blocks: names of tensors by block.
         tau: temperature.
         others: from how many others at least a site receives, see ``spread_out``; as it comes if not given.
+        averaged: whether the server gets the mean under masks.
     """
 
-    def __init__(self, blocks: Mapping[str, Sequence[str]], *, tau: float, others: int | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[str, Sequence[str]],
+        *,
+        tau: float,
+        others: int | None = None,
+        averaged: bool = False,
+    ) -> None:
         super().__init__(blocks)
-        self._tau, self._others = tau, others
+        self._tau, self._others, self.averaged = tau, others, averaged
 
     def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
         del totals
@@ -195,6 +203,7 @@ class SimilarityAware(_Blockwise):
         return Shown(
             reported="tensors as they are",
             summed=None,
+            server=("the mean over the sites of their new personal tensors",) if self.averaged else (),
             planned=("how much of every site goes into the mixture of which other, block by block",),
             received=(f"its own mixture of the personal tensors of all sites{enough}",),
         )
@@ -234,6 +243,9 @@ class FDSE(Method):
         cap: largest weight of a site in Eq. 8. Of what a site gets from others in Eq. 9, none gives more than one
             part in as many as its inverse, rounded down. The paper has none.
         ghost: DSE as in the released code's last version, see ``DecomposedConv``.
+        newcomers: whether the server gets the mean of all DSE modules under secure aggregation too, for hospitals that
+            join without having trained; they begin with the untrained ones otherwise. A site that works together
+            with the server has an equation more with it.
     """
 
     name: ClassVar[str] = "fdse"
@@ -243,6 +255,10 @@ class FDSE(Method):
     clip: ClassVar[float] = 10.0
     # With three, what a site receives of others would be a sum of two.
     fewest_masked: ClassVar[int] = 4
+    private_changes: ClassVar[tuple[str, ...]] = (
+        "consistency is 0: L_Con is a statistic of the batch, and GroupNorm has no running statistics to pull to",
+        "noise turns updates to nearly right angles, and the weights of Eq. 8 come close to even ones",
+    )
 
     consistency: float = 0.1
     beta: float = 0.001
@@ -253,6 +269,7 @@ class FDSE(Method):
     layers: Literal["tensor", "layer", "merged"] = "tensor"
     cap: float | None = None
     ghost: bool = False
+    newcomers: bool = False
 
     def __post_init__(self) -> None:
         for option, fits, wanted in (
@@ -270,6 +287,15 @@ class FDSE(Method):
         heard = max(fewest, self.fewest_masked) - 1
         cap = max(UNDER_EVEN / (heard - 1), 1 / heard)
         return replace(self, layers="merged", cap=cap if self.cap is None else min(cap, self.cap))
+
+    def under_privacy(self) -> Self:
+        """Without L_Con, which is a statistic of the batch."""
+        return replace(self, consistency=0.0)
+
+    def couples(self, model: Model) -> frozenset[str]:
+        """L_Con has a weight to be switched off by, and needs layers that have statistics."""
+        pulled = self.consistency and any(isinstance(layer.norm_dfe, MapNorm) for _, layer in decomposed_layers(model))
+        return super().couples(model) - (frozenset() if pulled else self.coupled)
 
     def assemble(self, task: Task, block: BlockFactory, head: HeadFactory) -> Model:
         personal = Scope.PERSONAL if self.personal == "attention" else Scope.LOCAL
@@ -294,7 +320,9 @@ class FDSE(Method):
         return {
             Scope.SHARED: shared if self.shared == "consensus" else SampleMean(),
             Scope.BUFFER: EqualMean(),
-            Scope.PERSONAL: SimilarityAware(self._blocks(model, Scope.PERSONAL), tau=self.tau, others=others),
+            Scope.PERSONAL: SimilarityAware(
+                self._blocks(model, Scope.PERSONAL), tau=self.tau, others=others, averaged=self.newcomers
+            ),
         }
 
     def _blocks(self, model: Model, scope: Scope) -> dict[str, list[str]]:

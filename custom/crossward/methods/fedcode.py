@@ -37,6 +37,10 @@ from crossward.methods.base import (
     Task,
     Trace,
 )
+from crossward.methods.fedcode_losses import cosines
+from crossward.methods.fedcode_losses import decoupling as decoupling
+from crossward.methods.fedcode_losses import semantic_contrast as semantic_contrast
+from crossward.methods.fedcode_losses import style_contrast as style_contrast
 from crossward.methods.finch import first_neighbour_groups as first_neighbour_groups
 from crossward.methods.finch import groups_by_cosine, join_small
 from crossward.methods.registry import register
@@ -47,81 +51,9 @@ from crossward.nets.style_norm import StyleAwareNorm
 SEMANTIC, STYLE = "prototypes", "style"
 """Names of the extras: mean semantic features by class [K,d], and the mean style [1,d], received as [J,d]."""
 
-
-def semantic_contrast(
-    semantic: Tensor, style: Tensor, labels: Tensor, class_prototypes: Tensor, style_prototypes: Tensor, tau: float
-) -> Tensor:
-    """SemCL (Eq. 11), per sample: near the prototype of its class, far from all others, its style, and the mean style.
-
-    Args:
-        semantic: z^c, [b,d].
-        style: z^s of the same images, [b,d].
-        labels: [b].
-        class_prototypes: G, [K,d]; a row of zeros is a class that no site holds, left out. Its samples lose nothing.
-        style_prototypes: P, [J,d].
-        tau: temperature.
-    """
-    known = class_prototypes.abs().sum(dim=1) > 0
-    near = _cosines(semantic, class_prototypes).masked_fill(~known, -math.inf)
-    return _contrast(near, semantic, style, style_prototypes, tau, labels, counts=known[labels])
-
-
-def style_contrast(
-    style: Tensor, semantic: Tensor, group: int, style_prototypes: Tensor, class_prototypes: Tensor, tau: float
-) -> Tensor:
-    """StyCL (Eq. 13), per sample: near its group's style, far from the others', its semantics, and the mean class.
-
-    Args:
-        style: z^s, [b,d].
-        semantic: z^c of the same images, [b,d].
-        group: j, the site's style group.
-        style_prototypes: P, [J,d].
-        class_prototypes: G, [K,d]; rows of zeros are left out of the mean.
-        tau: temperature.
-    """
-    labels = torch.full((len(style),), group, device=style.device)
-    near = _cosines(style, style_prototypes)
-    return _contrast(near, style, semantic, class_prototypes, tau, labels, counts=torch.ones_like(labels) > 0)
-
-
-def decoupling(semantic: Tensor, style: Tensor) -> Tensor:
-    """FDR, sum_d |z^s_d z^c_d| / (|z^s| |z^c|), per sample.
-
-    Eq. 14 prints the norm of every component, with which it would be the constant d; these are the vectors' norms.
-    """
-    one, other = functional.normalize(semantic, dim=1), functional.normalize(style, dim=1)
-    return (one * other).abs().sum(dim=1)
-
-
-def _cosines(vectors: Tensor, prototypes: Tensor) -> Tensor:
-    with torch.autocast(vectors.device.type, enabled=False):
-        return functional.normalize(vectors, dim=1) @ functional.normalize(prototypes, dim=1).T
-
-
-def _centre(prototypes: Tensor) -> Tensor:
-    """The mean of the prototypes that are known, [1,d]."""
-    known = (prototypes.abs().sum(dim=1, keepdim=True) > 0).to(prototypes.dtype)
-    return (known * prototypes).sum(dim=0, keepdim=True) / known.sum().clamp_min(1)
-
-
-def _contrast(
-    near: Tensor, own: Tensor, other: Tensor, others: Tensor, tau: float, labels: Tensor, *, counts: Tensor
-) -> Tensor:
-    """Cross-entropy against prototypes, the sample's feature of the other kind, and the centre of that kind.
-
-    Args:
-        near: cosines to the prototypes of the same kind.
-        own: features.
-        other: features of the other kind.
-        others: prototypes of the other kind.
-        tau: temperature.
-        labels: the prototype that each sample belongs to.
-        counts: samples that have one; the others lose nothing.
-    """
-    between = functional.cosine_similarity(own, other, dim=1).unsqueeze(1)
-    logits = torch.cat([near, between, _cosines(own, _centre(others))], dim=1) / tau
-    loss = torch.logsumexp(logits, dim=1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-    return torch.where(counts, loss, torch.zeros_like(loss))
+COUNT = "count"
+SHARES = {SEMANTIC: math.sqrt(1 / 2), STYLE: 1 / 2, COUNT: 1 / 2}
+"""Norms of a sample's parts of the private sums, jointly 1. A class has fewer samples than a style: it gets more."""
 
 
 class HeldPrototypes(Rule):
@@ -250,7 +182,7 @@ class PrototypeHead(Head):
     def forward(self, pooled: Tensor, notes: dict[str, Tensor]) -> Tensor:
         del notes
         known = self.prototypes.abs().sum(dim=1) > 0
-        return (_cosines(pooled, self.prototypes) / self._tau).masked_fill(~known, -math.inf)
+        return (cosines(pooled, self.prototypes) / self._tau).masked_fill(~known, -math.inf)
 
     terms = SoftmaxHead.terms
     predict = SoftmaxHead.predict
@@ -273,12 +205,18 @@ class FedCode(Method):
         share_head: average the classifier too, for one complete global model.
         local_norm: keep the semantic encoder's normalisation at its site, as FedBN does.
         style_norm: ``"sain"``, or ``"batch"`` for a style encoder like the semantic one.
+        floor: under differential privacy, the smallest noisy number of patients of a class that has a prototype.
     """
 
     name: ClassVar[str] = "fedcode"
     title: ClassVar[str] = "Contrastive feature decoupling"
     normalisation: ClassVar[str] = "the semantic encoder's averaged with its statistics; the style encoder's local"
     clip: ClassVar[float] = 10.0
+    private_changes: ClassVar[tuple[str, ...]] = (
+        "prototypes are made of noisy sums of features of length 1, in which every patient counts once; they cost "
+        "budget beside the steps",
+        "a class with a noisy number of patients below floor has no prototype of this site",
+    )
 
     alpha: float = 20.0
     beta: float = 1.0
@@ -291,6 +229,7 @@ class FedCode(Method):
     share_head: bool = False
     local_norm: bool = False
     style_norm: Literal["sain", "batch"] = "sain"
+    floor: int = 20
 
     def __post_init__(self) -> None:
         for option in ("alpha", "beta", "semantic", "style"):
@@ -299,7 +238,7 @@ class FedCode(Method):
                 raise BadInput(f"fedcode: {option} is {value}, and must be a finite number that is not negative")
         if not 0 < self.tau < math.inf:
             raise BadInput(f"fedcode: tau is {self.tau}, and must be a finite number above 0")
-        for option in ("holders", "members"):
+        for option in ("holders", "members", "floor"):
             if getattr(self, option) < 1:
                 raise BadInput(f"fedcode: {option} is {getattr(self, option)}, and must be at least 1")
 
@@ -354,6 +293,32 @@ class FedCode(Method):
             counts += member.sum(dim=0).cpu()
         means = sums / torch.cat([counts, counts.sum().view(1)]).clamp_min(1).unsqueeze(1)
         return {SEMANTIC: means[:-1].float(), STYLE: means[-1:].float()}
+
+    def private_parts(self, model: Model, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """Every sample's features, of length 1, and its class."""
+        del context
+        assert isinstance(model, TwoEncoders)
+        semantic, style = model(batch.images).pooled, model.style_of(batch.images)
+        member = functional.one_hot(batch.labels, model.classes).double()
+        parts = {
+            SEMANTIC: member.unsqueeze(2) * functional.normalize(semantic.double(), dim=1).unsqueeze(1),
+            STYLE: functional.normalize(style.double(), dim=1),
+            COUNT: member,
+        }
+        return {name: SHARES[name] * part for name, part in parts.items()}
+
+    def extras_of(self, sums: Tensors, context: Context) -> Tensors:
+        """Client prototypes (Eq. 2, 8) from noisy sums; a class whose noisy count is below ``floor`` is absent."""
+        del context
+        semantic, style, count = (sums[name].double() / SHARES[name] for name in (SEMANTIC, STYLE, COUNT))
+        means = semantic / count.clamp_min(self.floor).unsqueeze(1)
+        # No mean of vectors of length 1 is longer: what is, is noise, and would weigh more among the sites' means.
+        inside = means / torch.linalg.vector_norm(means, dim=1, keepdim=True).clamp_min(1)
+        held = (count >= self.floor).unsqueeze(1)
+        return {
+            SEMANTIC: torch.where(held, inside, torch.zeros_like(inside)).float(),
+            STYLE: functional.normalize(style.unsqueeze(0), dim=1).float(),
+        }
 
     def welcomes(self, model: Model) -> frozenset[str]:
         leaves = any(spec.scope.leaves for spec in layout_of(model.head).values())

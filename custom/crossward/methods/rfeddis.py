@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +194,9 @@ class RFedDis(Method):
     name: ClassVar[str] = "rfeddis"
     title: ClassVar[str] = "Reliable disentangling with evidential heads"
     normalisation: ClassVar[str] = "every normalisation layer stays local, in the encoder and in both heads"
+    private_changes: ClassVar[tuple[str, ...]] = (
+        "reduction is sum: L_Dis is the mean of exp(-KL) of every sample, not a number of the batch",
+    )
 
     uncertainty: float = 1.0
     cross_entropy: float = 1.0
@@ -207,6 +210,10 @@ class RFedDis(Method):
                 raise BadInput(
                     f"rfeddis: {option} is {getattr(self, option)}, and must be a finite number that is not negative"
                 )
+
+    def under_privacy(self) -> Self:
+        """L_Dis sample by sample."""
+        return replace(self, reduction="sum")
 
     def head(self, task: Task, features: int) -> Head:
         return EvidentialHeads(

@@ -166,6 +166,12 @@ class MaskedAlgebra:
         """The tensors of which every site gets a sum of its own."""
         return [name for name, spec in self.algebra.layout.items() if spec.scope is Scope.PERSONAL]
 
+    @property
+    def averaged(self) -> list[str]:
+        """Those of them whose mean the server may read."""
+        rule = self.algebra.rules().get(Scope.PERSONAL)
+        return self.personal if rule is not None and rule.averaged else []
+
     def check(self, request: Request) -> None:
         """What a site demands of a request beyond its form.
 
@@ -196,15 +202,15 @@ class MaskedAlgebra:
             template = self._contribution(self._anybodys(request.round_number), request, 0)
         return VectorLayout(template, self._tallies[request.kind], parties=len(request.cohort), bits=self._bits)
 
-    def binding(self, request: Request, *, run: str, model: str) -> Binding:
+    def binding(self, request: Request, *, study: str, model: str) -> Binding:
         """What the keys of the attempt are bound to.
 
         The model's digest has the kind of sum before it: what is remembered of one kind says nothing about another.
-        Test images are summed once in a run, whatever the model.
+        Test images are summed once in a study, whatever the model.
         """
         kind = self._remembered.get(request.kind, request.kind)
         return Binding(
-            run=run,
+            study=study,
             round_number=request.round_number,
             attempt=request.attempt,
             cohort=request.cohort,
@@ -258,12 +264,12 @@ class MaskedAlgebra:
         return {name: sum(float(np.asarray(slot[name].coefficient)) for slot in slots) for name in self.personal}
 
     def _contribution(self, report: Report, request: Request, me: int) -> Contribution:
-        """A site's products; of personal tensors also those for the mean, which is all that the server may read."""
+        """A site's products; of personal tensors also those for the mean, where the server may read it."""
         if request.plan is None:
             raise PrivacyRefusal("products without a plan")
         found = {slot: dict(shares) for slot, shares in self.algebra.contribute(report, request.plan, me).items()}
         slots = [slot for slot in found if slot != ALL]
-        for name in self.personal:
+        for name in self.averaged:
             shares = [found[slot][name] for slot in slots]
             mean = sum(float(np.asarray(share.coefficient)) for share in shares) / len(shares)
             found.setdefault(ALL, {})[name] = Share(mean, report.update[name])
@@ -301,6 +307,8 @@ class MaskedAlgebra:
     ) -> dict[str, float]:
         """Limits for the round after: they grow and shrink as the sums do, and widen where values were cut off.
 
+        Of what the server cannot read it knows only the latter; after the first round the ranges of that stay.
+
         Args:
             limits: of the last round.
             before: by tensor, the largest value of the sum of the round before; nothing after the first round.
@@ -309,7 +317,9 @@ class MaskedAlgebra:
         """
         found = {}
         for name, limit in limits.items():
-            change = now[name] / before[name] if before.get(name) else _ROOM
+            change = _ROOM if name in now or not before else 1.0
+            if before.get(name) and name in now:
+                change = now[name] / before[name]
             steady = min(max(change, 1 / _FASTEST), _FASTEST)
             cut_off = float(numbers["outside", name]) > 0
             found[name] = max(limit * (_MORE_ROOM if cut_off else steady), _SMALLEST)

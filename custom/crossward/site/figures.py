@@ -12,11 +12,12 @@ from crossward.imaging.data import Cohort
 
 def figures_of(report: Report, *, seconds: float) -> dict[str, Any]:
     """What a site's report says about its training; the validation comes when the round's model is back."""
-    seen = max(1.0, float(report.tally[SEEN].item()))
+    seen = float(report.tally[SEEN].item())
     return {
         "status": "reported",
-        "loss": float(report.tally[LOSS].item()) / seen,
-        "train_accuracy": float(report.tally[CORRECT].item()) / seen,
+        # Under differential privacy nothing of this is counted.
+        "loss": float(report.tally[LOSS].item()) / seen if seen else None,
+        "train_accuracy": float(report.tally[CORRECT].item()) / seen if seen else None,
         "val_accuracy": None,
         "val_accuracy_as_received": None,
         "seconds": seconds,

@@ -39,8 +39,10 @@ def gathered(result: Mapping[str, Any], cohort: Cohort, study: Study, folders: M
         if (folder / "result.json").exists():
             own = read_json(folder / "result.json")
             sites[name] = {key: value for key, value in own.items() if key not in _NOT_OF_A_SITE}
+    epsilon = {name: facts.get("epsilon") for name, facts in sites.items()}
     return {
         **result,
+        "privacy": {**result["privacy"], "epsilon": epsilon},
         "data": facts_of(cohort),
         "sites": sites,
         "summary": summarise(sites),
@@ -51,7 +53,7 @@ def gathered(result: Mapping[str, Any], cohort: Cohort, study: Study, folders: M
 
 def alone(cohort: Cohort, study: Study, folder: Path) -> dict[str, Any]:
     """Train every site by itself, with the same settings, and give each site's accuracy and their average."""
-    by_itself = replace(study, method=create("local"), quorum=None, participation=1.0, masking=None)
+    by_itself = replace(study, method=create("local"), quorum=None, participation=1.0, masking=None, privacy=None)
     result = simulate(cohort, by_itself, folder)
     accuracy = {name: site["accuracy"] for name, site in result["sites"].items()}
     return {"accuracy": accuracy, "avg": result["summary"]["avg"], "worst_site": result["summary"]["worst_site"]}

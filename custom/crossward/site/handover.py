@@ -1,7 +1,8 @@
 """What a federation can hand to a hospital that never trained: the best round's shared model, and what was run.
 
-The server writes it when a run has completed. Personal tensors are in it as their mean over the sites, and of the
-tensors beside the model only those that a newcomer needs (FedCode's class prototypes).
+The server writes it when a run has completed. Personal tensors are in it as their mean over the sites, or as
+they were at the start where the server may not read the mean; and of the tensors beside the model only those that a
+newcomer needs (FedCode's class prototypes).
 """
 
 from __future__ import annotations

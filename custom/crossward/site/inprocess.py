@@ -27,6 +27,7 @@ from crossward.site.devices import Device
 from crossward.site.figures import cross_site_of, facts_of, figures_of, nbytes, share
 from crossward.site.handover import HANDOVER, write_handover
 from crossward.site.participant import Participant
+from crossward.site.protection import own_book
 from crossward.site.runfolder import claim, owned
 from crossward.site.study import Study
 
@@ -42,6 +43,9 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+
+_RUN = "run"
+"""A folder has one run, and its sites' ledgers no other's."""
 
 
 def simulate(
@@ -117,7 +121,8 @@ class Run:
 
     def _participant(self, name: str) -> Participant:
         folder = self._folder / "sites" / name
-        return self._study.participant(self._cohort.sites[name], folder, device=self._device)
+        book = own_book(folder, site=name, run=_RUN) if self._study.privacy else None
+        return self._study.participant(self._cohort.sites[name], folder, device=self._device, book=book)
 
     def _round(self, pool: ThreadPoolExecutor) -> None:
         began = time.monotonic()
@@ -216,7 +221,11 @@ class Run:
             "sites": sites,
             "summary": summarise(sites),
             "cross_site": cross_site_of(cohort, names, self._accuracies(pool, names)),
-            "privacy": {"secagg": False, "dp": False, "epsilon": dict.fromkeys(names)},
+            "privacy": {
+                "secagg": False,
+                "dp": study.privacy_facts(),
+                "epsilon": {name: facts["epsilon"] for name, facts in sites.items()},
+            },
             "warnings": list(cohort.warnings),
             "versions": versions(),
             "seconds": time.monotonic() - began,

@@ -35,7 +35,7 @@ class MaskedInProcess(Run):
             name: Release(
                 participant,
                 masking=masking,
-                run=_RUN,
+                study=self._study.trained_digest(),
                 job=job,
                 credentials=Credentials(authority.identity(name), authority.roots),
                 memory=self._folder / "sites" / name / "masks",
@@ -45,7 +45,7 @@ class MaskedInProcess(Run):
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=authority.roots),
             MaskedAlgebra(self._coordinator.algebra, bits=masking.bits),
-            run=_RUN,
+            study=self._study.trained_digest(),
             exchange=self._exchange,
         )
         self._masked = MaskedRun(self._coordinator, self._summing, self._address)
@@ -93,12 +93,11 @@ class MaskedInProcess(Run):
     def _result(self, pool: ThreadPoolExecutor, began: float) -> dict[str, Any]:
         result = super()._result(pool, began)
         for name, facts in result["sites"].items():
-            correct = (facts["accuracy"] or 0.0) * facts["n_test"]
-            self._releases[name].tested(images=facts["n_test"], correct=correct)
+            self._releases[name].tested(*self._participants[name].tested(facts))
         images, correct = self._masked.test(list(self._releases))
         summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
         if images:
-            summed["interval"] = wilson_interval(round(correct), round(images))
+            summed["interval"] = wilson_interval(max(0, min(round(correct), round(images))), round(images))
         return {**result, "privacy": {**result["privacy"], "secagg": True, "test": summed}}
 
     def _exchange(

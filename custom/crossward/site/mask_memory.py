@@ -1,4 +1,4 @@
-"""What a site's masks were used for, on disk: a file for each run and model, a line for each step."""
+"""What a site's masks were used for, on disk: a file for each study and model, a line for each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossward.privacy.secagg.memory import Use
 
 
 class DurableMemory:
-    """Keeps uses under (run, model) beyond jobs and restarts.
+    """Keeps uses under (study, model) beyond jobs and restarts.
 
     A line is on disk before ``keep`` returns. Whatever cannot be read stands for everything that it may have said: the
     site then refuses to mask.
@@ -28,13 +28,13 @@ class DurableMemory:
     def __init__(self, folder: Path) -> None:
         self._folder = private_folder(folder)
 
-    def uses(self, run: str, model: str) -> Sequence[Use]:
-        """Everything kept for a model of a run.
+    def uses(self, study: str, model: str) -> Sequence[Use]:
+        """Everything kept for a model of a study.
 
         Raises:
             PrivacyRefusal: the record is damaged.
         """
-        path = self._path(run, model)
+        path = self._path(study, model)
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -48,13 +48,13 @@ class DurableMemory:
         except (ValueError, TypeError, KeyError) as error:
             raise PrivacyRefusal(f"the record of this site's masks is damaged, so nothing is masked: {path}") from error
 
-    def keep(self, run: str, model: str, use: Use) -> None:
+    def keep(self, study: str, model: str, use: Use) -> None:
         """Keep one more use; when this returns it is on disk.
 
         Raises:
             StorageFailure: it could not be written; the step must not be taken.
         """
-        path = self._path(run, model)
+        path = self._path(study, model)
         line = json.dumps(asdict(use), separators=(",", ":")).encode()
         try:
             new = not path.exists()
@@ -70,8 +70,8 @@ class DurableMemory:
         except OSError as error:
             raise StorageFailure(f"could not write {path} ({error.strerror}); nothing was masked") from error
 
-    def _path(self, run: str, model: str) -> Path:
-        return self._folder / f"{hashlib.sha256(json.dumps([run, model]).encode()).hexdigest()}.jsonl"
+    def _path(self, study: str, model: str) -> Path:
+        return self._folder / f"{hashlib.sha256(json.dumps([study, model]).encode()).hexdigest()}.jsonl"
 
 
 def _lines(content: bytes) -> list[bytes]:

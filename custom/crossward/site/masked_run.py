@@ -33,7 +33,7 @@ from crossward.privacy.sums import TEST, Kind, received_digest, without
 from crossward.site import messages
 from crossward.site.figures import nbytes
 from crossward.site.messages import EVALUATE, TRAIN, Message
-from crossward.site.summing import Opened, Summing
+from crossward.site.summing import Opened, Opening, Summing
 from crossward.site.troubles import Code, Refusal
 
 Cosines = dict[str, Mapping[str, Vector]]
@@ -238,8 +238,28 @@ class MaskedRun:
         }
 
     def _sum(self, kind: Kind, sites: Iterable[str], *, number: int, model: str, **options: Any) -> Opened:
+        """A sum; what sites were asked to open before, maybe by an earlier job, comes before any other."""
         address = {site: self._address(number) for site in sites}
-        return self.summing.sum(kind, address, round_number=number, model=model, **options)
+        path = self.coordinator.scratch / f"openings-{kind}-{number:04d}.json"
+        kept = read_json(path) if path.exists() else {}
+        earlier = kept["openings"] if kept.get("model") == model else []
+
+        def note(opening: Opening) -> None:
+            noted = [list(opening.cohort), list(opening.sites)]
+            if noted not in earlier:
+                earlier.append(noted)
+                private_folder(path.parent)
+                write_json(path, {"model": model, "openings": earlier})
+
+        return self.summing.sum(
+            kind,
+            address,
+            round_number=number,
+            model=model,
+            earlier=[Opening(tuple(cohort), tuple(present)) for cohort, present in earlier],
+            note=note,
+            **options,
+        )
 
     def asked(self, number: int, invited: Collection[str]) -> dict[str, tuple[str, Message]]:
         """The first task of a round: training for the invited sites, the new model for the others."""

@@ -27,6 +27,8 @@ from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
+from crossward.privacy.dp.ledger import BudgetSpent
+from crossward.privacy.dp.signing import certificate_signer
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
 from crossward.privacy.secagg.identity import Untrusted
@@ -36,6 +38,7 @@ from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
 from crossward.site.policy import Policy
+from crossward.site.protection import Book, LedgerRefused, NotPrivate, ledger_in
 from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study
@@ -136,12 +139,11 @@ class Member:
             {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
         )
         answer: Message = {"round": best}
-        published = self._policy.publishes(facts["n_test"])
+        published = self._policy.publishes(facts["n_test"]) and facts["accuracy"] is not None
         if self._release is not None:
-            images = facts["n_test"] if published and facts["accuracy"] is not None else 0
-            self._release.tested(images=images, correct=images and facts["accuracy"] * images)
+            self._release.tested(*(participant.tested(facts) if published else (0.0, 0.0)))
         elif published:
-            answer["scores"] = _published(facts)
+            answer["scores"] = _published(participant, facts)
         return answer
 
     def _admitted(self, message: Mapping[str, Any]) -> Participant:
@@ -152,7 +154,8 @@ class Member:
         if self._participant is not None and run == self._run:
             return self._participant
         self._policy.check_masking(study.masking)
-        credentials = self._certified() if study.masking else None
+        self._policy.check_privacy(study.privacy)
+        credentials = self._certified() if study.masking or study.privacy else None
         folder = self._policy.run_folder(run)
         self._take_lock()
         cohort = self._load(study)
@@ -162,19 +165,25 @@ class Member:
             claim(folder, study, cohort, resume=(folder / DESCRIPTION).exists())
         except BadInput as error:
             raise Refusal(Code.DATA_CHANGED) from error
-        self._participant = study.participant(cohort.sites[self.name], folder, device=Device.best())
+        book = self._book(run, credentials) if study.privacy and credentials else None
+        self._participant = study.participant(cohort.sites[self.name], folder, device=Device.best(), book=book)
         self._run = run
         if study.masking is not None and credentials is not None:
             self._release = Release(
                 self._participant,
                 masking=study.masking,
-                run=run,
+                study=study.trained_digest(),
                 job=self._job,
                 credentials=credentials,
                 memory=self._policy.state_root / "masks",
                 threads=os.cpu_count() or 1,
             )
         return self._participant
+
+    def _book(self, run: str, credentials: Credentials) -> Book:
+        """The ledger of the site's images, for all jobs."""
+        signer = certificate_signer(credentials.identity)
+        return Book(ledger_in(self._policy.state_root, site=self.name, signer=signer), run, self._policy.budget)
 
     def _certified(self) -> Credentials:
         if self._credentials is None:
@@ -225,6 +234,8 @@ def refusal_of(error: BaseException) -> Refusal:
     """The code that stands for an error; whatever is not known to be something else is an internal error."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, BudgetSpent):
+        return Refusal(Code.BUDGET, asked=error.asked, limit=error.spent + error.left, left=error.left)
     refusal = Refusal(_code_of(error))
     refusal.__cause__ = error
     return refusal
@@ -254,6 +265,8 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((MemoryError, torch.OutOfMemoryError), Code.MEMORY),
     ((SiteFailure,), Code.DIVERGED),
     ((AlreadyUsed,), Code.MASKED_BEFORE),
+    ((LedgerRefused,), Code.LEDGER),
+    ((NotPrivate,), Code.NOT_PRIVATE),
     ((Blamed, Malformed, OutOfTurn, Untrusted), Code.NOT_MASKED),
     ((PrivacyRefusal,), Code.BAD_TASK),
     ((StorageFailure, OSError), Code.STORAGE),
@@ -287,6 +300,9 @@ def _told(error: BaseException, refusal: Refusal) -> str:
     return f"code {int(refusal.code)}: {refusal}{detail}"
 
 
-def _published(facts: Mapping[str, Any]) -> dict[str, float | None]:
+def _published(participant: Participant, facts: Mapping[str, Any]) -> dict[str, float | None]:
+    if participant.protection is not None:
+        tested, right = participant.tested(facts)
+        return {**dict.fromkeys(messages.SCORES), "n_test": tested, "accuracy": right / tested if tested else None}
     scores = {name: facts.get(name) for name in messages.SCORES}
     return {**scores, "accuracy_as_received": facts["as_received"]["accuracy"]}

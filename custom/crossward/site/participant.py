@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from crossward.evaluate.metrics import score
 from crossward.federation.contract import (
+    VALIDATION,
     VALIDATION_AS_RECEIVED,
     VALIDATION_CORRECT,
     VALIDATION_COUNT,
@@ -29,8 +30,11 @@ from crossward.federation.seeds import derive
 from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model, Task
+from crossward.privacy.dp.accounting import Part
+from crossward.privacy.dp.settings import Privacy
 from crossward.site.devices import Device
 from crossward.site.outbox import Outbox
+from crossward.site.protection import Book, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, correct_count, predict, refreshed, train_round
 from crossward.site.vault import Vault
 
@@ -54,6 +58,8 @@ class Participant:
         folder: of this run at this site; holds vault and outbox.
         device: where to compute.
         plugs: feature block and head.
+        privacy: differential privacy of the study.
+        book: where what is spent on it is written down.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Participant:
         folder: Path,
         device: Device,
         plugs: Plugs,
+        privacy: Privacy | None = None,
+        book: Book | None = None,
     ) -> None:
         found = (data.classes, tuple(data.train.images.shape[1:]))
         wanted = (task.classes, (task.channels, task.size, task.size))
@@ -80,10 +88,24 @@ class Participant:
         self.algebra = method.algebra(task, self._model)
         self._local = names_in(self.algebra.layout, Scope.LOCAL)
         self._start = self._tensors(self._local)
-        settings = json.dumps([method.name, asdict(method), asdict(task), asdict(training), asdict(plugs)])
+        private = [asdict(privacy)] if privacy else []
+        settings = json.dumps([method.name, asdict(method), asdict(task), asdict(training), asdict(plugs), *private])
         study = hashlib.sha256(f"{layout_digest(self.algebra.layout)} {settings}".encode()).hexdigest()
         self.vault = Vault(folder / "vault", study=study)
         self.outbox = Outbox(folder / "outbox", study=study)
+        self.protection: Protection | None = None
+        if privacy is not None:
+            if book is None:
+                raise PrivacyRefusal(f"{data.name}: there is no ledger to write down what differential privacy costs")
+            self.protection = Protection(
+                data,
+                privacy,
+                training,
+                rounds=task.rounds,
+                releases=bool(self.algebra.extras),
+                book=book,
+                device=self._device,
+            )
 
     @property
     def name(self) -> str:
@@ -95,6 +117,10 @@ class Participant:
         self.vault.keep_model(payload.round_number, self._tensors())
         self.vault.tidy(received=payload.round_number, best=payload.best_round)
         self.outbox.tidy(received=payload.round_number)
+        if self.protection is not None:
+            digest = tensors_digest(payload.tensors)
+            units, right = self._noisily("val", self.data.val, payload.round_number, digest)
+            return dict(zip(VALIDATION, (np.array([each]) for each in (units, right, right)), strict=True))
         fresh = self._refreshed()
         return {
             VALIDATION_COUNT: np.array([float(len(self.data.val))]),
@@ -120,10 +146,15 @@ class Participant:
         received = {name: tensor.to(self._device.kind) for name, tensor in payload.tensors.items()}
         generator = torch.Generator(self._device.kind)
         context = Context(self.name, round_number, self._task.rounds, received, generator, payload.plan)
-        tally = train_round(
-            self._model, self.method, self.data.train, context, training=self._training, device=self._device
-        )
-        update = {**self._update(payload), **self._extras(context)}
+        if self.protection is not None:
+            tally = self.protection.train(self._model, self.method, context)
+            extras = self.protection.extras(self._model, self.method, context)
+        else:
+            tally = train_round(
+                self._model, self.method, self.data.train, context, training=self._training, device=self._device
+            )
+            extras = self._extras(context)
+        update = {**self._update(payload), **extras}
         tally |= self.algebra.measure(update)
         report = Report(self.name, round_number, digest, update, tally, validation or {})
         self.algebra.check(report)
@@ -150,9 +181,20 @@ class Participant:
             "n_test": len(self.data.test),
             "scanner": self.data.scanner,
             "personal": tensors_digest({name: received[name] for name in own}) if own else None,
+            "epsilon": self.protection.spent() if self.protection else None,
             **self._score(self._model, best_round),
             "as_received": as_received,
         }
+
+    def tested(self, facts: Mapping[str, Any]) -> tuple[float, float]:
+        """How many test images there are and how many the deployed model gets right, as may be told to others.
+
+        Args:
+            facts: what ``finish`` gave. Under differential privacy patients are counted, and with noise.
+        """
+        if self.protection is not None:
+            return self._noisily("test", self.data.test, 0, tensors_digest(self._tensors()))
+        return float(facts["n_test"]), round((facts["accuracy"] or 0.0) * facts["n_test"])
 
     def accuracy_on(self, split: Split) -> float | None:
         """Score the model this site deployed on another site's images: for studies on one machine only."""
@@ -212,6 +254,18 @@ class Participant:
     def _refreshed(self) -> Model:
         seed = derive(self._training.seed, self.name, "refresh")
         return refreshed(self._model, self.data.train, device=self._device, seed=seed)
+
+    def _noisily(self, part: Part, split: Split, round_number: int, digest: str) -> tuple[float, float]:
+        """Count right answers of the current model with noise, once for a model: two draws would say more than one."""
+        assert self.protection is not None
+        kept = self.vault.counts(part, round_number)
+        if kept.get("model") != digest:
+            answers = predict(self._model, self.method, split, device=self._device).probabilities.argmax(1)
+            counts = self.protection.counted(part, split, answers == split.labels, round_number)
+            kept = {"model": digest, "counts": list(counts)}
+            self.vault.keep_counts(part, round_number, kept)
+        units, right = kept["counts"]
+        return float(units), float(right)
 
     def _correct(self, model: Model) -> int:
         return correct_count(model, self.method, self.data.val, device=self._device)

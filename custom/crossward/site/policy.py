@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crossward.privacy.dp.accounting import Budget
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.troubles import Code, Refusal
 
@@ -17,6 +20,9 @@ _KINDS: dict[str, type] = {
     "minimum_cell": int,
     "secure_aggregation": bool,
     "minimum_sites": int,
+    "max_epsilon": float,
+    "max_delta": float,
+    "min_noise": float,
 }
 _PATHS = ("data_root", "state_root")
 
@@ -32,6 +38,10 @@ class Policy:
         minimum_cell: scores on fewer test images than this are not published.
         secure_aggregation: whether a job must use it; no job can turn it off then.
         minimum_sites: the fewest sites in a sum that this site is a part of.
+        max_epsilon: of all jobs together; a job must use differential privacy where this is above 0, and no job can
+            turn it off.
+        max_delta: of a job.
+        min_noise: of a job that names its noise instead of epsilon.
     """
 
     data_root: Path | None
@@ -40,6 +50,14 @@ class Policy:
     minimum_cell: int = 10
     secure_aggregation: bool = True
     minimum_sites: int = 3
+    max_epsilon: float = 0.0
+    max_delta: float = 1e-5
+    min_noise: float = 0.0
+
+    @property
+    def budget(self) -> Budget | None:
+        """What all jobs together may spend; no limit of the site's own where it names none."""
+        return Budget(self.max_epsilon, self.max_delta) if self.max_epsilon else None
 
     @classmethod
     def from_properties(
@@ -56,8 +74,12 @@ class Policy:
         Raises:
             Refusal: a setting is unknown or of the wrong kind: a policy that is not understood allows nothing.
         """
+        numbers = [name for name, kind in _KINDS.items() if kind is float and type(properties.get(name)) is int]
+        properties = {**properties, **{name: float(properties[name]) for name in numbers}}
         for name, value in properties.items():
             if name not in _KINDS or type(value) is not _KINDS[name]:
+                raise Refusal(Code.POLICY)
+            if type(value) is float and not 0 <= value < math.inf:
                 raise Refusal(Code.POLICY)
         if properties.get("minimum_cell", 0) < 0 or properties.get("minimum_sites", 2) < 2:
             raise Refusal(Code.POLICY)
@@ -81,6 +103,23 @@ class Policy:
             raise Refusal(Code.TRUSTING_JOB)
         elif masking.fewest < self.minimum_sites:
             raise Refusal(Code.SMALL_SUMS, sites=masking.fewest, needed=self.minimum_sites)
+
+    def check_privacy(self, privacy: Privacy | None) -> None:
+        """Hold a job's differential privacy against what this site demands.
+
+        Raises:
+            Refusal: the job is weaker.
+        """
+        if privacy is None:
+            if self.max_epsilon:
+                raise Refusal(Code.NO_PRIVACY, allowed=self.max_epsilon)
+            return
+        if self.max_epsilon and privacy.epsilon is not None and privacy.epsilon > self.max_epsilon:
+            raise Refusal(Code.WEAK_PRIVACY, epsilon=privacy.epsilon, allowed=self.max_epsilon)
+        if self.max_epsilon and privacy.delta > self.max_delta:
+            raise Refusal(Code.LARGE_DELTA, delta=privacy.delta, allowed=self.max_delta)
+        if privacy.noise is not None and privacy.noise < self.min_noise:
+            raise Refusal(Code.LITTLE_NOISE, noise=privacy.noise, allowed=self.min_noise)
 
     def publishes(self, n_test: float) -> bool:
         """Whether scores on so many test images may leave."""

@@ -68,7 +68,7 @@ class Release:
     Args:
         participant: trains, and keeps what it trained.
         masking: settings of the signed job, checked against the site's policy by the caller.
-        run: the run's name.
+        study: digest of what is trained, the same in every run of it.
         job: the job's own name, without the number of the agreement on keys.
         credentials: who the site is.
         memory: folder of what the site's masks were used for; the site's, not the run's.
@@ -80,7 +80,7 @@ class Release:
         participant: Participant,
         *,
         masking: Settings,
-        run: str,
+        study: str,
         job: str,
         credentials: Credentials,
         memory: Path,
@@ -88,7 +88,7 @@ class Release:
     ) -> None:
         self._participant = participant
         self._masking = masking
-        self._run = run
+        self._study = study
         self._job = job
         self._credentials = credentials
         self._memory = DurableMemory(memory)
@@ -160,14 +160,14 @@ class Release:
         """The model of an earlier round in a form that this site can install."""
         return self._opened(payload)
 
-    def tested(self, *, images: int, correct: float) -> None:
+    def tested(self, images: float, correct: float) -> None:
         """Keep what was counted on the test images for a sum."""
-        values = (np.array([float(images)]), np.array([float(round(correct))]))
+        values = (np.array([images]), np.array([correct]))
         self._count(Kind.TEST, self._round, dict(zip(TEST, values, strict=True)))
 
     def _begin(self, message: Mapping[str, Any]) -> Message:
         request = self._requested(message)
-        binding = self._masked.binding(request, run=self._run, model=self._model)
+        binding = self._masked.binding(request, study=self._study, model=self._model)
         if request.kind is Kind.UPDATES:
             self._hold(f"ranges of {binding.model}", json.dumps(sorted(request.limits.items())), most=_MOST_RANGES)
         note = self._masked.rows(request, self._reports[request.kind])
@@ -274,7 +274,7 @@ class Release:
 
     def _hold(self, what: str, value: str, *, most: int = 1) -> None:
         value = hashlib.sha256(value.encode()).hexdigest()
-        hold_to(self._memory, self._run, what, value, job=self._job, most=most)
+        hold_to(self._memory, self._study, what, value, job=self._job, most=most)
 
     def _opened(self, payload: Payload) -> Payload:
         """The model as this site reads it: its own personal tensors without pads, turned vectors turned back."""

@@ -14,9 +14,11 @@ from crossward.federation.errors import BadInput, CrosswardError
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.base import Method, Model, Task
 from crossward.methods.registry import create, fits
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.devices import Device
 from crossward.site.participant import Participant, Plugs
+from crossward.site.protection import Book
 from crossward.site.trainer import Training
 
 Part = TypeVar("Part")
@@ -45,8 +47,10 @@ class Study:
     participation: float = 1.0
     quorum: int | None = None
     masking: Settings | None = None
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
+        self._check_privacy()
         if self.masking is None:
             return
         if self.method.under_masks(self.masking.fewest) != self.method:
@@ -59,6 +63,22 @@ class Study:
                 f"{self.method.name} under secure aggregation needs sums over at least {self.method.fewest_masked} "
                 f"sites, not {self.masking.fewest}"
             )
+
+    def _check_privacy(self) -> None:
+        if self.privacy is None:
+            return
+        if self.task.norm != "group":
+            raise BadInput("differential privacy takes GroupNorm (--norm group): BatchNorm mixes the images of a batch")
+        if self.method.under_privacy() != self.method:
+            raise BadInput(
+                f"{self.method.name} has options that differential privacy does not allow; "
+                "write the job with: crossward job export --dp"
+            )
+
+    def private(self, privacy: Privacy) -> Study:
+        """The same study under differential privacy, with the normalisation and the options that it demands."""
+        task = replace(self.task, norm="group")
+        return replace(self, method=self.method.under_privacy(), task=task, privacy=privacy)
 
     def masked(self, masking: Settings) -> Study:
         """The same study under secure aggregation, with the options that its method then demands."""
@@ -80,6 +100,7 @@ class Study:
             "participation": self.participation,
             "quorum": self.quorum,
             "masking": asdict(self.masking) if self.masking else None,
+            "privacy": asdict(self.privacy) if self.privacy else None,
         }
         return dict(json.loads(json.dumps(options)))
 
@@ -94,7 +115,7 @@ class Study:
             given = dict(options)
             task = dict(given.pop("task"))
             classes = task["classes"]
-            masking = given.pop("masking", None)
+            masking, privacy = given.pop("masking", None), given.pop("privacy", None)
             study = _typed(
                 cls,
                 method=create(given.pop("method"), **given.pop("options")),
@@ -104,6 +125,7 @@ class Study:
                 participation=given.pop("participation", 1.0),
                 quorum=given.pop("quorum", None),
                 masking=None if masking is None else _typed(Settings, **masking),
+                privacy=None if privacy is None else _typed(Privacy, **privacy),
             )
         except CrosswardError:
             raise
@@ -132,8 +154,8 @@ class Study:
             study=self.digest(),
         )
 
-    def participant(self, data: SiteData, folder: Path, *, device: Device) -> Participant:
-        """Make a site's side of a run of this study."""
+    def participant(self, data: SiteData, folder: Path, *, device: Device, book: Book | None = None) -> Participant:
+        """Make a site's side of a run of this study; ``book`` is where privacy that is spent is written down."""
         return Participant(
             data,
             self.method,
@@ -142,11 +164,23 @@ class Study:
             folder=folder,
             device=device,
             plugs=self.plugs,
+            privacy=self.privacy,
+            book=book,
         )
 
     def digest(self) -> str:
         """Hash the options: what has the same digest can be resumed."""
         return hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode()).hexdigest()
+
+    def privacy_facts(self) -> dict[str, Any] | bool:
+        """What a result says about differential privacy; false where there is none."""
+        return asdict(self.privacy) if self.privacy else False
+
+    def trained_digest(self) -> str:
+        """Hash what decides a site's update of a model, whatever the run or the job is called."""
+        options = self.options()
+        kept = {part: options[part] for part in ("method", "options", "task", "training", "plugs", "privacy")}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def usual(cls, method: Method, cohort: Cohort, *, rounds: int, seed: int, quorum: int | None = None) -> Study:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -35,6 +35,19 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
+class Opening:
+    """A sum that sites were asked to open: those who have helped are in no other one of the same updates.
+
+    Attributes:
+        cohort: who was asked for a vector; the plan is for all of them.
+        sites: whose vectors are in the sum.
+    """
+
+    cohort: tuple[str, ...]
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Opened:
     """A sum without masks."""
 
@@ -58,7 +71,7 @@ class Summing:
     Args:
         server: makes the server's side of the protocol under a name for the keys; a new one for every agreement.
         masked: what sums there are.
-        run: the run's name.
+        study: digest of what is trained, see ``Study.trained_digest``.
         exchange: carries tasks.
     """
 
@@ -67,13 +80,13 @@ class Summing:
         server: Callable[[int], SecureServer],
         masked: MaskedAlgebra,
         *,
-        run: str,
+        study: str,
         exchange: Exchange,
     ) -> None:
         self.masked = masked
         self._make_server = server
         self.server = server(0)
-        self.run = run
+        self.study = study
         self._exchange = exchange
         self._agreements = 0
         self.attempts = 0
@@ -142,6 +155,8 @@ class Summing:
         model: str,
         plan_for: Callable[[tuple[str, ...]], Plan] | None = None,
         limits: Mapping[str, float] | None = None,
+        earlier: Sequence[Opening] = (),
+        note: Callable[[Opening], None] = lambda opening: None,
     ) -> Opened:
         """Open one sum over the sites in ``address``, or over those of them that stay.
 
@@ -152,28 +167,38 @@ class Summing:
             model: digest of what all sites received.
             plan_for: makes the plan for a cohort.
             limits: of the products.
+            earlier: what sites were asked to open before, oldest first; tried before anything else.
+            note: called before sites are asked to open something.
 
         Raises:
             Refusal: too few sites are left; nothing was opened.
         """
-        present = tuple(sorted(address))
-        for _ in range(MOST_ATTEMPTS):
-            if len(present) < self.fewest:
-                break
-            self._tried[kind, round_number] += 1
-            request = Request(
-                kind=kind,
-                round_number=round_number,
-                attempt=self._tried[kind, round_number],
-                cohort=present,
-                plan=plan_for(present) if plan_for else None,
-                limits=limits or {},
-            )
-            self.attempts += 1
-            try:
-                return _Sum(self, request, {site: address[site] for site in present}, model).run()
-            except _Left as left:
-                present = left.present
+        everybody = tuple(sorted(address))
+        again = [
+            opening
+            for opening in earlier
+            if set(opening.sites) <= set(everybody) and set(opening.cohort) <= set(self.sites)
+        ]
+        present = everybody
+        for first in dict.fromkeys([*again, Opening(everybody, everybody)]):
+            cohort, present = first.cohort, first.sites
+            for _ in range(MOST_ATTEMPTS):
+                if len(present) < self.fewest:
+                    break
+                self._tried[kind, round_number] += 1
+                request = Request(
+                    kind=kind,
+                    round_number=round_number,
+                    attempt=self._tried[kind, round_number],
+                    cohort=cohort,
+                    plan=plan_for(cohort) if plan_for else None,
+                    limits=limits or {},
+                )
+                self.attempts += 1
+                try:
+                    return _Sum(self, request, {site: address[site] for site in present}, model, note).run()
+                except _Left as left:
+                    cohort, present = left.cohort, left.present
         raise Refusal(Code.NO_SUM, sites=len(present), needed=self.fewest)
 
     def ask(
@@ -188,22 +213,31 @@ class Summing:
 
 
 class _Left(Exception):
-    """An attempt failed; the next one is with those that are left."""
+    """An attempt failed; the next one is with those that are left, and for no others unless a cohort is given."""
 
-    def __init__(self, present: Collection[str]) -> None:
+    def __init__(self, present: Collection[str], cohort: tuple[str, ...] | None = None) -> None:
         super().__init__()
         self.present = tuple(sorted(present))
+        self.cohort = cohort or self.present
 
 
 class _Sum:
     """One attempt."""
 
-    def __init__(self, summing: Summing, request: Request, address: Mapping[str, Message], model: str) -> None:
+    def __init__(
+        self,
+        summing: Summing,
+        request: Request,
+        address: Mapping[str, Message],
+        model: str,
+        note: Callable[[Opening], None],
+    ) -> None:
+        self._note = note
         self._summing = summing
         self._request = request
         self._address = address
         self._layout = summing.masked.layout(request)
-        binding = summing.masked.binding(request, run=summing.run, model=model)
+        binding = summing.masked.binding(request, study=summing.study, model=model)
         self._attempt: Attempt = summing.server.attempt(binding, words=self._layout.words)
         settings = summing.server.settings
         self._enough = max(settings.fewest, settings.threshold(len(request.cohort)))
@@ -213,7 +247,7 @@ class _Sum:
         described = {"sum": request.message()}
         present = self._ask(
             BEGIN,
-            dict.fromkeys(request.cohort, described),
+            dict.fromkeys(self._address, described),
             lambda site, answer: attempt.take_shares(site, answer["shares"]),
         )
         sharers = self._step(attempt.close_sharing, present)
@@ -224,6 +258,9 @@ class _Sum:
         uploads = self._step(attempt.close_uploads, present)
         survivors = attempt.survivors
         self._demand_whole(survivors)
+        opening = Opening(request.cohort, survivors)
+        if attempt.complete:
+            self._note(opening)
         take = attempt.take_reveal if attempt.complete else attempt.take_agreement
         present = self._ask(
             SURVIVORS,
@@ -232,13 +269,18 @@ class _Sum:
         )
         if not attempt.complete:
             agreements = self._step(attempt.agreements, present)
+            self._note(opening)
             self._ask(
                 REVEAL,
                 {site: {"agreements": agreements} for site in agreements},
                 lambda site, answer: attempt.take_reveal(site, answer["opening"]),
             )
-        # Who has revealed its shares helps with this sum again, and with no smaller one.
-        return Opened(request, self._layout, self._step(attempt.open, survivors), survivors)
+        try:
+            words = self._step(attempt.open, survivors)
+        except _Left as left:
+            # Who has revealed its shares helps with this sum again, and with no other one.
+            raise _Left(left.present, request.cohort) from left
+        return Opened(request, self._layout, words, survivors)
 
     def _demand_whole(self, present: Collection[str]) -> None:
         """Where a plan is for all of a cohort, the rest of it gets another plan."""

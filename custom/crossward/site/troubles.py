@@ -41,6 +41,11 @@ class Code(IntEnum):
     OTHER_VAULT = 32
     TRUSTING_JOB = 33
     OTHER_LABELS = 34
+    NO_PRIVACY = 35
+    WEAK_PRIVACY = 36
+    LARGE_DELTA = 37
+    LITTLE_NOISE = 38
+    BUDGET = 39
     NO_ANSWER = 40
     NOT_EXECUTED = 41
     QUORUM = 42
@@ -52,6 +57,8 @@ class Code(IntEnum):
     NO_SUM = 48
     GATE = 50
     NOT_DECLARED = 51
+    LEDGER = 60
+    NOT_PRIVATE = 61
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,10 @@ _WORDS: dict[Code, _Words] = {
         f"{_SITE_LOG}. Nothing of the site's can be read without that step",
     ),
     Code.MASKED_BEFORE: _Words(
-        "the site's update of this model is in a sum that was opened before, with other sites or another plan",
-        "Resume with the same sites as then; the site never lets two sums differ by a few sites",
+        "the site has masked something else for this model before, in this run or another one of the same study: "
+        "for other sites, by another plan, or another update",
+        "Resume with the same sites as then, or export the job with another --seed; two sums of one update that differ "
+        "by a site would show that site's",
     ),
     Code.NO_CERTIFICATE: _Words(
         "the site's kit has no certificate and key to sign with, or they cannot be read",
@@ -150,6 +159,41 @@ _WORDS: dict[Code, _Words] = {
     Code.OTHER_LABELS: _Words(
         "some of the site's images have a label that is not one of the job's classes",
         f"Correct labels.csv at the site, or export the job with all the classes. {_SITE_LOG}",
+    ),
+    Code.NO_PRIVACY: _Words(
+        "the site's policy demands differential privacy with epsilon up to {allowed:g}, and the job does not use it",
+        "Export the job with --dp EPSILON; the rule is max_epsilon in the site's local/privacy.json",
+        ("allowed",),
+    ),
+    Code.WEAK_PRIVACY: _Words(
+        "the job asks for epsilon {epsilon:g}, and the site's policy allows {allowed:g}",
+        "Export the job with a smaller --dp; the rule is max_epsilon in the site's local/privacy.json",
+        ("epsilon", "allowed"),
+    ),
+    Code.LARGE_DELTA: _Words(
+        "the job asks for delta {delta:g}, and the site's policy allows {allowed:g}",
+        "Export the job with a smaller --dp-delta; the rule is max_delta in the site's local/privacy.json",
+        ("delta", "allowed"),
+    ),
+    Code.LITTLE_NOISE: _Words(
+        "the job's noise multiplier is {noise:g}, and the site's policy wants at least {allowed:g}",
+        "Export the job with a larger --dp-noise; the rule is min_noise in the site's local/privacy.json",
+        ("noise", "allowed"),
+    ),
+    Code.BUDGET: _Words(
+        "the round would take what is told of the site's patients to epsilon {asked:.3g}; {limit:.3g} is the most, and "
+        "{left:.3g} is left",
+        "The run ends here: what was finished can be used. A new job needs fewer rounds or a smaller --dp, or the "
+        "site's administrator a larger max_epsilon. At the site: crossward ledger show",
+        ("asked", "limit", "left"),
+    ),
+    Code.LEDGER: _Words(
+        "the site's privacy ledger is missing, cut off or changed, so that nothing may be spent",
+        f"At the site: crossward ledger verify names the line. {_SITE_LOG}",
+    ),
+    Code.NOT_PRIVATE: _Words(
+        "the site cannot train this job under differential privacy",
+        f"Choose a method, head and net whose loss and layers keep images apart. {_SITE_LOG}",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",
@@ -189,7 +233,7 @@ _WORDS: dict[Code, _Words] = {
 }
 
 
-SITE_CODES = frozenset(code for code in Code if code < Code.NO_ANSWER)
+SITE_CODES = frozenset(code for code in Code if code < Code.NO_ANSWER or code >= Code.LEDGER)
 """What a site may say of itself; the rest is what the server finds."""
 
 

@@ -74,6 +74,15 @@ class Vault:
         path = self._keys_path(round_number)
         return read_json(path) if path.exists() else {}
 
+    def keep_counts(self, what: str, round_number: int, counts: Mapping[str, Any]) -> None:
+        """Store noisy counts: they are given again as they are, and not drawn anew."""
+        write_json(self._folder / f"{what}-{round_number:04d}.json", counts)
+
+    def counts(self, what: str, round_number: int) -> dict[str, Any]:
+        """Noisy counts of a round; nothing where there are none."""
+        path = self._folder / f"{what}-{round_number:04d}.json"
+        return read_json(path) if path.exists() else {}
+
     def secret(self) -> bytes:
         """32 random bytes of this site and run, drawn once."""
         path = self._folder / "secret"

@@ -7,7 +7,8 @@ frames/PID/PEER what came over one of the server's connections, byte for byte: a
 answers/*.npz   what the server's job process made of it: every number, text and array of every task's result
 reports/SITE/   copies of what a site put into its outbox, one for every time that it trained
 vectors/*.npy   what sites wrote into the vectors of sums, before masks
-contribute/SITE a test's wish: round, signal, and whether it comes before the vector is masked or after
+stumble/SITE    a test's wishes, a line each: a step of a round's sum of updates, the round, and the signal that the
+                site's process gets instead of doing that step
 planted/SITE    a test's wish: the name of a tensor that the site gives away
 """
 
@@ -120,19 +121,20 @@ def copy_vectors(module):
 
 
 def stumble(module):
-    @around(module.Release, "_contribute")
-    def contribute(inner, self, message):
-        wish = Path(os.environ[FOLDER], "contribute", self._name)
-        number, name, when = wish.read_text().split() if wish.exists() else ("", "", "")
-        wanted = (message["sum"]["kind"], str(message["round"])) == ("updates", number)
-        if wanted:
-            wish.unlink()
-        if wanted and when == "before":
-            os.kill(os.getpid(), signal.Signals[name])
-        answer = inner(self, message)
-        if wanted and when == "after":
-            os.kill(os.getpid(), signal.Signals[name])
-        return answer
+    for step in ("contribute", "reveal"):
+        stumble_at(module, step)
+
+
+def stumble_at(module, step):
+    @around(module.Release, f"_{step}")
+    def take(inner, self, message):
+        wishes = Path(os.environ[FOLDER], "stumble", self._name)
+        kept = wishes.read_text().splitlines() if wishes.exists() else []
+        due = [wish for wish in kept if wish.split()[:2] == [step, str(message["round"])]]
+        if due and self._request is not None and self._request.kind == "updates":
+            wishes.write_text("\n".join(wish for wish in kept if wish not in due))
+            os.kill(os.getpid(), signal.Signals[due[0].split()[2]])
+        return inner(self, message)
 
 
 def plant(module):

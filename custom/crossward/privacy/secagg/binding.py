@@ -9,7 +9,7 @@ from typing import Any
 from crossward.privacy.secagg.canonical import Malformed, digest, field
 
 _KINDS: Mapping[str, type] = {
-    "run": str,
+    "study": str,
     "round": int,
     "attempt": int,
     "cohort": list,
@@ -24,7 +24,7 @@ class Binding:
     """One attempt at one sum.
 
     Attributes:
-        run: the study's run; it outlives jobs.
+        study: digest of what is trained and how; every run of it has the same, in whatever job.
         round_number: from 1.
         attempt: from 1; a new number is a new set of masks over the same update.
         cohort: those who are asked for a part, in the order of their names.
@@ -33,7 +33,7 @@ class Binding:
         layout: digest of the vector's sections, their ranges and weights.
     """
 
-    run: str
+    study: str
     round_number: int
     attempt: int
     cohort: tuple[str, ...]
@@ -49,7 +49,7 @@ class Binding:
 
     def message(self) -> dict[str, Any]:
         return {
-            "run": self.run,
+            "study": self.study,
             "round": self.round_number,
             "attempt": self.attempt,
             "cohort": list(self.cohort),
@@ -65,7 +65,7 @@ class Binding:
         if message.keys() != _KINDS.keys() or not all(type(name) is str for name in values["cohort"]):
             raise Malformed("a begin that says something else")
         return cls(
-            run=values["run"],
+            study=values["study"],
             round_number=values["round"],
             attempt=values["attempt"],
             cohort=tuple(values["cohort"]),

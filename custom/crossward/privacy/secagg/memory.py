@@ -46,12 +46,12 @@ class Use:
 
 
 class Memory(Protocol):
-    """Keeps uses under (run, model) across jobs and restarts; ``keep`` returns only when it is on disk."""
+    """Keeps uses under (study, model) across jobs and restarts; ``keep`` returns only when it is on disk."""
 
-    def uses(self, run: str, model: str) -> Sequence[Use]:
-        """Everything kept for a model of a run."""
+    def uses(self, study: str, model: str) -> Sequence[Use]:
+        """Everything kept for a model of a study."""
 
-    def keep(self, run: str, model: str, use: Use) -> None:
+    def keep(self, study: str, model: str, use: Use) -> None:
         """Keep one more."""
 
 
@@ -61,15 +61,18 @@ class Forgetful:
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], list[Use]] = {}
 
-    def uses(self, run: str, model: str) -> Sequence[Use]:
-        return tuple(self._uses.get((run, model), ()))
+    def uses(self, study: str, model: str) -> Sequence[Use]:
+        return tuple(self._uses.get((study, model), ()))
 
-    def keep(self, run: str, model: str, use: Use) -> None:
-        self._uses.setdefault((run, model), []).append(use)
+    def keep(self, study: str, model: str, use: Use) -> None:
+        self._uses.setdefault((study, model), []).append(use)
 
 
 def check_new(uses: Sequence[Use], binding: Binding, *, job: str) -> None:
     """Refuse an attempt that would mask twice with one set of keys, or show the difference of two sums.
+
+    A sum that was opened without some of those who were asked is asked for in the same words again: whose parts are
+    in it is seen before anything is masked, see ``check_sum``.
 
     Raises:
         AlreadyUsed: with what was used before.
@@ -78,7 +81,9 @@ def check_new(uses: Sequence[Use], binding: Binding, *, job: str) -> None:
         same_keys = (use.job, use.round_number, use.attempt) == (job, binding.round_number, binding.attempt)
         if same_keys or (use.job == job and use.round_number == binding.round_number and use.attempt > binding.attempt):
             raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was made before")
-    check_sum(uses, cohort=binding.cohort, about=about_of(binding))
+    for use in uses:
+        if use.step == "opened" and not (use.about == about_of(binding) and set(use.cohort) <= set(binding.cohort)):
+            raise AlreadyUsed(_opened(use))
 
 
 def about_of(binding: Binding) -> str:
@@ -94,10 +99,14 @@ def check_sum(uses: Sequence[Use], *, cohort: tuple[str, ...], about: str) -> No
     """
     for use in uses:
         if use.step == "opened" and (use.cohort, use.about) != (cohort, about):
-            raise AlreadyUsed(
-                f"the update of round {use.round_number} is in a sum that this site helped to open; it may enter "
-                "another only with the same sites and the same plan"
-            )
+            raise AlreadyUsed(_opened(use))
+
+
+def _opened(use: Use) -> str:
+    return (
+        f"the update of round {use.round_number} is in a sum that this site helped to open; it may enter another only "
+        "with the same sites and the same plan"
+    )
 
 
 def check_same_update(uses: Sequence[Use], update: str) -> None:
@@ -106,15 +115,15 @@ def check_same_update(uses: Sequence[Use], update: str) -> None:
         raise AlreadyUsed("another update of the same model was masked before; only the same one may be masked again")
 
 
-def hold_to(memory: Memory, run: str, what: str, value: str, *, job: str, most: int = 1) -> None:
-    """Let something have only so many different values in a run, also beyond this job and process.
+def hold_to(memory: Memory, study: str, what: str, value: str, *, job: str, most: int = 1) -> None:
+    """Let something have only so many different values in a study, also beyond this job and process.
 
     Raises:
         AlreadyUsed: this would be one more.
     """
-    kept = {use.update for use in memory.uses(run, what)}
+    kept = {use.update for use in memory.uses(study, what)}
     if value in kept:
         return
     if len(kept) >= most:
         raise AlreadyUsed(f"{what}: it was {len(kept)} times something else before, and that is the most")
-    memory.keep(run, what, Use(job, 0, 0, (), value, "", "masked"))
+    memory.keep(study, what, Use(job, 0, 0, (), value, "", "masked"))

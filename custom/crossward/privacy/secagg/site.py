@@ -149,7 +149,7 @@ class SecureSite:
         if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
             raise Untrusted("a cohort with strangers, or without this site")
         self.settings.check_cohort(len(binding.cohort))
-        check_new(self._memory.uses(binding.run, binding.model), binding, job=self._job)
+        check_new(self._memory.uses(binding.study, binding.model), binding, job=self._job)
         pairs.move_to(binding.round_number)
         context = binding.context(
             job=self._job,
@@ -224,7 +224,7 @@ class SecureSite:
         sharers = attempt.sharers
         if not set(slots) <= set(attempt.binding.cohort):
             raise Untrusted("a slot for a site that is not of the cohort")
-        uses = self._memory.uses(attempt.binding.run, attempt.binding.model)
+        uses = self._memory.uses(attempt.binding.study, attempt.binding.model)
         check_same_update(uses, update)
         check_sum(uses, cohort=sharers, about=about_of(attempt.binding))
         attempt.update = update
@@ -308,7 +308,7 @@ class SecureSite:
 
     def _reveal(self, attempt: SiteAttempt) -> bytes:
         # Looked up again: another job may have opened another sum since this attempt began.
-        uses = self._memory.uses(attempt.binding.run, attempt.binding.model)
+        uses = self._memory.uses(attempt.binding.study, attempt.binding.model)
         check_sum(uses, cohort=attempt.survivors, about=about_of(attempt.binding))
         self._note(attempt, attempt.survivors, "opened")
         self._state = "opened"
@@ -350,7 +350,7 @@ class SecureSite:
         binding = attempt.binding
         about = about_of(binding)
         use = Use(self._job, binding.round_number, binding.attempt, cohort, attempt.update, about, step)
-        self._memory.keep(binding.run, binding.model, use)
+        self._memory.keep(binding.study, binding.model, use)
 
     def _share_key(self, context: bytes, sender: str, receiver: str) -> bytes:
         other = receiver if sender == self.name else sender
