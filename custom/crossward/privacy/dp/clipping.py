@@ -135,7 +135,7 @@ class Clipper:
         check_clippable(model, clip)
         self._model, self._clip = model, clip
         self._layers = dict(_layers_of(model))
-        self._trained = _trained(model)
+        self._trained = [id(parameter) for parameter in _trained(model)]
         self._unproven = {name for name, layer in self._layers.items() if is_changed(layer)}
 
     def backward(self, losses: Callable[[], Tensor]) -> Clipped:
@@ -147,10 +147,11 @@ class Clipper:
         Raises:
             PrivacyRefusal: a loss or norm is not finite, or something was found that mixes samples.
         """
-        if _trained(self._model) != self._trained:
+        trained = _trained(self._model)
+        if [id(parameter) for parameter in trained] != self._trained:
             raise PrivacyRefusal("parameters were frozen or freed since clipping was set up; make a new Clipper")
         shares = {name: _Share(layer) for name, layer in self._layers.items()}
-        with self._watched(shares):
+        with self._watched(shares, trained):
             found = losses()
             check_losses(found)
             self._check_batch(shares, len(found))
@@ -168,14 +169,13 @@ class Clipper:
         return Clipped(found.detach(), norms.to(found.dtype))
 
     @contextmanager
-    def _watched(self, shares: dict[str, _Share]) -> Iterator[None]:
+    def _watched(self, shares: dict[str, _Share], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Note every layer's inputs and gradients, with all parameters taken for constants."""
         self._room, self._adding = KEPT_BYTES, False
         handles = [
             layer.module.register_forward_hook(partial(self._note, name, shares[name]))
             for name, layer in self._layers.items()
         ]
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         try:
             for parameter in parameters:
                 parameter.requires_grad_(False)
@@ -273,8 +273,8 @@ def _layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         yield name, layer
 
 
-def _trained(model: nn.Module) -> Sequence[int]:
-    return [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _full_precision(device: torch.device) -> torch.autocast:
