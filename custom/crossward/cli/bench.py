@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, JustifyMethod
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from crossward.cli import (
     bench_adapt,
@@ -25,6 +23,7 @@ from crossward.cli import (
     bench_training,
     bench_uncertainty,
 )
+from crossward.cli.bench_show import show
 from crossward.cli.bench_variants import parse_variant, parse_variants
 from crossward.cli.study_options import check_choices, check_folder, parse_names
 from crossward.federation.errors import BadInput
@@ -45,34 +44,6 @@ Noise = Annotated[float, typer.Option(min=0, help="Standard deviation of the noi
 @app.callback()
 def root() -> None:
     """Measure speed, memory and methods, as ratios in one run."""
-
-
-def show(rows: list[dict[str, Any]], *, title: str, as_json: bool = False, markdown: bool = False) -> None:
-    """Print rows as a table, as Markdown, or as JSON."""
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2, allow_nan=False))
-        return
-    if markdown:
-        typer.echo(f"{title}\n\n{_markdown(rows)}\n")
-        return
-    table = Table(title=Text(title), title_justify="left")
-    for heading in rows[0]:
-        justify: JustifyMethod = "right" if isinstance(rows[0][heading], int | float) else "left"
-        table.add_column(Text(heading), justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row.values()))
-    Console().print(table)
-
-
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 @app.command("combine")
