@@ -7,7 +7,6 @@ what leaves the site.
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, Vector
 from crossward.federation.errors import PrivacyRefusal, SiteFailure
 from crossward.imaging.data import Split
 from crossward.methods.base import Batch, Context, Method, Model
+from crossward.nets.layers import at_least_single
 from crossward.privacy.dp.checking import check_per_sample
 from crossward.privacy.dp.clipping import clipper_for
 from crossward.privacy.dp.noise import NoiseSource
@@ -120,10 +120,11 @@ def check_training(
             f"{context.site}: the loss term '{coupled[0]}' depends on all images of a batch together, so nobody's part "
             "in it can be limited. Choose a method or a head without it"
         )
-    # In double precision: a sum that is rounded otherwise in a batch may end on the other side of a ReLU's edge.
-    model, device = copy.deepcopy(model).double().train(), replace(device, half=None)
+    model.train()
+    # Half precision would differ by more than is allowed.
+    device = replace(device, half=None)
     rows = torch.arange(min(CHECKED, len(split)))
-    images, labels = device.images(split.images[rows].double()), split.labels[rows].to(device.kind)
+    images, labels = device.images(split.images[rows]), split.labels[rows].to(device.kind)
 
     def losses_of(chosen: Tensor) -> Callable[[], Tensor]:
         # Without chance, so that an image gets by itself what it gets in a batch.
@@ -147,8 +148,7 @@ def _losses(
     with device.autocast():
         trace = model(batch.images, chance)
         terms = method.terms(model, trace, batch, context)
-    # In the precision of the images: of the check in double precision not even the last step is in single.
-    return torch.stack([term.to(batch.images.dtype) for term in terms.values()]).sum(dim=0)
+    return torch.stack([at_least_single(term) for term in terms.values()]).sum(dim=0)
 
 
 def _add_penalty(method: Method, model: Model, context: Context, parameters: Sequence[Tensor]) -> None:
