@@ -1,0 +1,228 @@
+"""A member of a run under differential privacy: what it refuses before it looks at images, and what a crash costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.site.made_up_sites import SITES, made_up_study
+from tests.site.masked import RUN, authority, identity
+from tests.site.packs import write_packs
+from torch import Tensor
+
+from crossward.federation.contract import Payload
+from crossward.privacy.dp.accounting import epsilon
+from crossward.privacy.dp.lines import Entry
+from crossward.privacy.dp.settings import Privacy
+from crossward.privacy.dp.signing import certificate_signer
+from crossward.site import member as members
+from crossward.site import messages, participant
+from crossward.site.declaration import Declaration
+from crossward.site.member import Member
+from crossward.site.messages import FINISH, JOIN, OK, SCORES, TRAIN, Message
+from crossward.site.policy import Policy
+from crossward.site.protection import ledger_in
+from crossward.site.release import Credentials
+from crossward.site.study import Study
+from crossward.site.troubles import Code, words
+
+ME = SITES[0]
+OPEN = made_up_study("fedavg", rounds=2)
+PRIVATE = OPEN.private(Privacy(epsilon=4.0))
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_packs(tmp_path_factory.mktemp("packs") / "data")
+
+
+@pytest.fixture
+def made(tmp_path: Path, packs: Path) -> Iterator[Callable[..., Member]]:
+    made: list[Member] = []
+
+    def make(study: Study = PRIVATE, *, certified: Any = lambda: credentials(), **policy: Any) -> Member:
+        rules = Policy(
+            data_root=packs, state_root=tmp_path / "state", **{"secure_aggregation": False, "minimum_cell": 1, **policy}
+        )
+        made.append(Member(ME, study.options(), rules, patience=0.0, job="job-1", credentials=certified))
+        return made[-1]
+
+    yield make
+    for member in made:
+        member.close()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and labels that must not be looked at."""
+
+    def read(*given: Any, **options: Any) -> Any:
+        raise AssertionError("the site's data were read")
+
+    monkeypatch.setattr(members, "labels_of", read)
+    monkeypatch.setattr(members, "load_site", read)
+
+
+def credentials() -> Credentials:
+    return Credentials(identity(ME), authority().roots)
+
+
+def addressed(study: Study, number: int = 0, **parts: Any) -> Message:
+    return messages.address(run=RUN, study=study.digest(), round_number=number) | parts
+
+
+def start(study: Study) -> dict[str, Tensor]:
+    return dict(study.method.start(study.task, study.model()).tensors)
+
+
+def to_train(study: Study, number: int = 1) -> Message:
+    model = {name: tensor + 0.01 * (number - 1) for name, tensor in start(study).items()}
+    return addressed(study, number, **messages.pack_payload(Payload(number - 1, model)))
+
+
+def entries(state: Path) -> tuple[Entry, ...]:
+    return ledger_in(state, site=ME, signer=certificate_signer(identity(ME))).entries()
+
+
+def trained(member: Member, study: Study, number: int = 1) -> Message:
+    """One round in a process of its own, as far as the site's files can tell."""
+    try:
+        return member.answer(TRAIN, to_train(study, number))
+    finally:
+        member.close()
+
+
+def refused(answer: Message) -> tuple[Code, dict[str, float]]:
+    assert answer.keys() == {"code", "numbers"}
+    return Code(answer["code"]), dict(answer["numbers"])
+
+
+# before any image is read
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("task", [JOIN, TRAIN, FINISH])
+def test_a_job_without_noise_is_refused_by_a_site_that_demands_it(made: Any, tmp_path: Path, task: str) -> None:
+    answer = made(OPEN, max_epsilon=4.0).answer(task, to_train(OPEN))
+    assert refused(answer) == (Code.NO_PRIVACY, {"allowed": 4.0})
+    assert "max_epsilon in the site's local/privacy.json" in words(answer["code"], answer["numbers"])
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("asked", "rule", "expected"),
+    [
+        (Privacy(epsilon=4.5), {"max_epsilon": 4.0}, (Code.WEAK_PRIVACY, {"epsilon": 4.5, "allowed": 4.0})),
+        (
+            Privacy(epsilon=1.0, delta=1e-3),
+            {"max_epsilon": 4.0, "max_delta": 1e-5},
+            (Code.LARGE_DELTA, {"delta": 1e-3, "allowed": 1e-5}),
+        ),
+        (Privacy(noise=0.5), {"min_noise": 1.0}, (Code.LITTLE_NOISE, {"noise": 0.5, "allowed": 1.0})),
+    ],
+)
+def test_a_job_that_asks_for_less_protection_is_refused_with_the_sites_rule(
+    made: Any, asked: Privacy, rule: dict[str, float], expected: tuple[Code, dict[str, float]]
+) -> None:
+    study = OPEN.private(asked)
+    answer = made(study, **rule).answer(JOIN, addressed(study))
+    assert refused(answer) == expected
+    assert Declaration(study).rebuild(JOIN, answer) == answer
+
+
+def test_a_job_within_the_rules_joins(made: Any) -> None:
+    assert made(PRIVATE, max_epsilon=4.0, max_delta=1e-5, min_noise=3.0).answer(JOIN, addressed(PRIVATE)) == {
+        "code": OK
+    }
+
+
+@pytest.mark.usefixtures("unread")
+def test_without_a_certificate_nobody_would_vouch_for_the_ledger(made: Any) -> None:
+    answer = made(certified=None).answer(JOIN, addressed(PRIVATE))
+    assert refused(answer) == (Code.NO_CERTIFICATE, {})
+
+
+# the ledger of all jobs
+
+
+def test_jobs_share_the_ledger_and_the_one_that_would_pass_the_budget_hears_what_is_left(
+    made: Any, tmp_path: Path
+) -> None:
+    first = made(max_epsilon=4.2)
+    assert first.answer(TRAIN, to_train(PRIVATE))["code"] == OK
+    assert first.answer(TRAIN, to_train(PRIVATE, 2))["code"] == OK
+    first.close()
+    spent = epsilon([entry.spending for entry in entries(tmp_path / "state")], delta=1e-5)
+    other = replace(PRIVATE, training=replace(PRIVATE.training, seed=1))
+    second = made(other, max_epsilon=4.2)
+    message = {**to_train(other), "run": "run-2"}
+    code, numbers = refused(second.answer(TRAIN, message))
+    assert code is Code.BUDGET
+    assert numbers["limit"] == pytest.approx(4.2)
+    assert numbers["left"] == pytest.approx(4.2 - spent)
+    assert numbers["asked"] > 4.2
+
+
+@pytest.mark.parametrize("spoil", ["cut", "gone", "changed"])
+def test_a_ledger_that_does_not_hold_stops_training(made: Any, tmp_path: Path, spoil: str) -> None:
+    assert trained(made(), PRIVATE)["code"] == OK
+    (path,) = (tmp_path / "state" / "ledger").glob("*.jsonl")
+    content = path.read_bytes()
+    if spoil == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if spoil == "cut" else content.replace(b'"steps":', b'"stEps":', 1))
+    assert refused(trained(made(), PRIVATE, 2)) == (Code.LEDGER, {})
+
+
+@pytest.mark.parametrize("when", ["before the steps", "before the report"])
+def test_a_round_that_is_killed_counts_as_spent_and_is_paid_for_again(made: Any, tmp_path: Path, when: str) -> None:
+    study = OPEN.private(Privacy(noise=1.0))
+    child = os.fork()
+    if child == 0:
+        try:
+            if when == "before the report":
+                participant.Outbox.put = lambda self, report: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            else:
+                from crossward.site import protection
+
+                protection.train_privately = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            made(study).answer(TRAIN, to_train(study))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    once = entries(tmp_path / "state")
+    assert [entry.round for entry in once] == [1]
+    assert trained(made(study), study)["code"] == OK
+    twice = entries(tmp_path / "state")
+    assert [entry.round for entry in twice] == [1, 1]
+    costs = [epsilon([entry.spending for entry in each], delta=1e-5) for each in (once, twice)]
+    assert costs[0] < costs[1]
+    # What was trained is given again, and costs nothing more.
+    assert trained(made(study), study)["code"] == OK
+    assert len(entries(tmp_path / "state")) == 2
+
+
+# what leaves
+
+
+def test_scores_are_patients_and_right_answers_with_noise_and_nothing_else(made: Any, tmp_path: Path) -> None:
+    member = made()
+    member.answer(TRAIN, to_train(PRIVATE))
+    answer = member.answer(FINISH, {**to_train(PRIVATE, 2), "round": 1})
+    assert answer["code"] == OK
+    scores = answer["scores"]
+    assert {name for name in SCORES if scores[name] is not None} == {"n_test", "accuracy"}
+    assert 0 <= scores["accuracy"] <= 1
+    assert Declaration(PRIVATE).rebuild(FINISH, answer) == answer
+    assert "test counts" in {entry.what for entry in entries(tmp_path / "state")}
+    again = member.answer(FINISH, {**to_train(PRIVATE, 2), "round": 1})
+    assert again["scores"] == scores
+    assert sum(entry.what == "test counts" for entry in entries(tmp_path / "state")) == 1
