@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ KINDS = {
     "minimum_cell": int,
     "secure_aggregation": bool,
     "minimum_sites": int,
+    "max_epsilon": float,
+    "max_delta": float,
+    "min_noise": float,
 }
-LEAST = {"minimum_cell": 0, "minimum_sites": 2}
+LEAST = {"minimum_cell": 0, "minimum_sites": 2, "max_epsilon": 0, "max_delta": 0, "min_noise": 0}
 
 
 def test_what_the_administrator_set_is_what_counts() -> None:
@@ -71,6 +75,13 @@ def test_the_environment_goes_before_the_kit_where_it_says_something() -> None:
         ("minimum_sites", 1),
         ("minimum_sites", 3.0),
         ("minimum_sites", True),
+        ("max_epsilon", -1.0),
+        ("max_epsilon", math.inf),
+        ("max_epsilon", math.nan),
+        ("max_epsilon", True),
+        ("max_epsilon", None),
+        ("max_delta", "1e-5"),
+        ("min_noise", -0.1),
         ("data_root", None),
         ("data_root", ["/data"]),
         ("data_root", 7),
@@ -89,10 +100,12 @@ VALUES = st.none() | st.booleans() | st.integers(-3, 30) | st.floats() | st.text
 
 @given(st.dictionaries(st.sampled_from([*KINDS, "other"]) | st.text(max_size=5), VALUES))
 def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]) -> None:
-    understood = all(
-        name in KINDS and type(value) is KINDS[name] and (name not in LEAST or value >= LEAST[name])
-        for name, value in properties.items()
-    )
+    def of_kind(name: str, value: Any) -> bool:
+        if KINDS[name] is float:
+            return type(value) in (int, float) and 0 <= value < math.inf
+        return type(value) is KINDS[name] and (name not in LEAST or value >= LEAST[name])
+
+    understood = all(name in KINDS and of_kind(name, value) for name, value in properties.items())
     if not understood:
         with pytest.raises(Refusal):
             Policy.from_properties(properties, kit=KIT)
@@ -102,3 +115,5 @@ def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]
     assert policy.minimum_cell == properties.get("minimum_cell", 10)
     assert policy.secure_aggregation is properties.get("secure_aggregation", True)
     assert policy.minimum_sites == properties.get("minimum_sites", 3)
+    assert policy.max_epsilon == properties.get("max_epsilon", 0.0)
+    assert (policy.budget is None) == (not policy.max_epsilon)
