@@ -120,7 +120,7 @@ class Server:
         self.summing = Summing(
             lambda number: SecureServer(f"{JOB}/{number}", settings=settings, roots=authority().roots),
             MaskedAlgebra(self.coordinator.algebra, bits=settings.bits),
-            run=RUN,
+            study=MASKED.trained_digest(),
             exchange=self.ask,
         )
         self.run = MaskedRun(self.coordinator, self.summing, addressed)

@@ -48,13 +48,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], *, within: float = 1e-6) -> None:
-    """Every tensor off by no more than this part of its largest value."""
+def assert_close(
+    found: Mapping[str, Any], expected: Mapping[str, Any], *, within: float = 1e-6, cut_off: float = 0.0
+) -> None:
+    """Every tensor off by no more than this part of its largest value, but for so many values that were cut off."""
     assert found.keys() == expected.keys()
+    apart = {}
     for name in expected:
         one, other = (np.asarray(each[name], dtype=np.float64) for each in (found, expected))
-        largest = np.abs(other).max(initial=0.0)
-        assert np.abs(one - other).max(initial=0.0) <= within * largest, name
+        apart[name] = int((np.abs(one - other) > within * np.abs(other).max(initial=0.0)).sum())
+    assert sum(apart.values()) <= cut_off, {name: count for name, count in apart.items() if count}
 
 
 # the same model
@@ -160,10 +163,13 @@ def norm_of(report: Report, names: tuple[str, ...]) -> float:
 @pytest.mark.parametrize("number", [1, 2])
 def test_fdse_gives_what_an_open_computation_gives_with_the_same_plan(fdse: Ended, number: int) -> None:
     shared, own = mixed(fdse, number)
+    # A range is public before the values are: one product in some hundred thousands may be outside, and is counted.
+    cut_off = fdse.result["rounds"][number - 1]["secagg"]["cut_off"]
+    assert cut_off <= 20
     for site in NAMES:
         read = fdse.seen.payloads[site, number].tensors
-        assert_close({name: read[name] for name in shared}, shared)
-        assert_close({name: read[name] for name in own[site]}, own[site])
+        assert_close({name: read[name] for name in shared}, shared, cut_off=cut_off)
+        assert_close({name: read[name] for name in own[site]}, own[site], cut_off=cut_off)
 
 
 def test_every_site_has_erasers_of_its_own_and_the_server_can_read_none_of_them(fdse: Ended) -> None:

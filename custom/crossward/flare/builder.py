@@ -189,10 +189,19 @@ def _properties(client: Participant) -> dict[str, Any]:
         if isinstance(found[key], bool) or not isinstance(found[key], int) or found[key] < least:
             raise BadInput(f"{client.name}: {key} '{found[key]}' is not a whole number from {least}")
     for key, most in (("max_epsilon", math.inf), ("max_delta", 0.1), ("min_noise", math.inf)):
-        value = found[key]
+        # YAML takes 1e-5 for a word: numbers have a point there.
+        value = found[key] = _number(found[key])
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
             raise BadInput(f"{client.name}: {key} '{value}' is not a number from 0, below {most:g}")
     return found
+
+
+def _number(value: Any) -> Any:
+    """A number that was read as a word; anything else as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _defaults(local: Path) -> dict[str, Any]:
