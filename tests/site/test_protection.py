@@ -167,6 +167,22 @@ def test_the_noise_of_a_step_is_sigma_times_the_clip_over_the_expected_batch(
     assert float(values.abs().max()) < 20 * expected + 1e-6
 
 
+def test_a_batch_larger_than_a_site_takes_everybody_and_is_divided_by_as_many(made: Any) -> None:
+    """Clips so small that every image adds as much: the update is a mean over patients, whatever the batch size."""
+    data = made_up_site(NAME)
+    data = replace(data, train=replace(data.train, patients=tuple(f"p{row // 4}" for row in range(20))))
+    options: dict[str, Any] = {"steps": 1, "momentum": 0.0, "weight_decay": 0.0, "learning_rate": 1.0}
+    sizes = []
+    for batch in (8, 80):
+        study = private_study(dp=Privacy(noise=0.01, clip=1e-3), batch_size=batch, **options)
+        site = made(study, data=data, run=f"run-{batch}")
+        assert (site.protection.units, site.protection.prices.rate, site.protection.prices.steps) == (5, 1.0, 1)
+        update = site.train(start(study)).update
+        sizes.append(math.hypot(*(float(tensor.norm()) for tensor in update.values())))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.5)
+    assert 1e-4 < max(sizes) < 1.1e-3
+
+
 def test_a_step_that_draws_nobody_is_noise_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NoiseSource, "uniform", lambda self, count: np.ones(count) * (1 - 1e-12))
     study = private_study()

@@ -45,6 +45,7 @@ def train_privately(
     steps: int,
     noise: float,
     clip: float,
+    expected: float,
     device: Device,
 ) -> dict[str, Vector]:
     """Train a model in place for one round.
@@ -54,12 +55,13 @@ def train_privately(
         method: whose loss terms are used.
         split: the site's training images.
         context: of the round.
-        training: rate, momentum and the expected batch.
+        training: rate and momentum.
         sampler: draws the images of a step.
         source: of the noise.
         steps: how many, whatever the data are like.
         noise: standard deviation, as a multiple of ``clip``.
         clip: largest norm of what one image adds to a step.
+        expected: how many images a step has on average.
         device: where to compute.
 
     Returns:
@@ -90,7 +92,7 @@ def train_privately(
             raise PrivacyRefusal(f"{context.site}: a tensor was trained without a clipped gradient; nothing was sent")
         source.add_to(gradients, scale=noise * clip)
         # By the expected number: the number that was drawn tells who was.
-        torch._foreach_div_(gradients, float(training.batch_size))
+        torch._foreach_div_(gradients, expected)
         _add_penalty(method, model, context, parameters)
         optimiser.step()
     if not all(torch.isfinite(tensor).all() for tensor in model.state_dict().values()):

@@ -175,6 +175,7 @@ class Protection:
             steps=prices.steps,
             noise=prices.step,
             clip=clip,
+            expected=prices.rate * self.units,
             device=self._device,
         )
 
