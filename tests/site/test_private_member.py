@@ -190,9 +190,9 @@ def test_a_round_that_is_killed_counts_as_spent_and_is_paid_for_again(made: Any,
             if when == "before the report":
                 participant.Outbox.put = lambda self, report: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
             else:
-                from crossward.site import protection
+                from crossward.site import record_protection
 
-                protection.train_privately = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+                record_protection.train_privately = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
             made(study).answer(TRAIN, to_train(study))
         finally:
             os._exit(0)

@@ -33,7 +33,8 @@ from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.inprocess import simulate
 from crossward.site.participant import Participant
-from crossward.site.protection import LedgerRefused, NotPrivate, own_book, prices_of
+from crossward.site.protection import LedgerRefused, NotPrivate, own_book
+from crossward.site.record_protection import prices_of
 from crossward.site.study import Study
 
 NAME = "alder"

@@ -23,6 +23,7 @@ from crossward.cli.study_options import (
     Depth,
     DpClip,
     DpDelta,
+    DpDistributed,
     DpEpsilon,
     DpNoise,
     DpUnit,
@@ -125,6 +126,7 @@ def export(
     dp_clip: DpClip = Privacy.clip,
     dp_delta: DpDelta = Privacy.delta,
     dp_unit: DpUnit = Privacy.unit,
+    dp_distributed: DpDistributed = Privacy.distributed,
     gpus: Annotated[int, typer.Option(help="GPUs that every site reserves for the job.")] = 0,
     join_timeout: Annotated[int, typer.Option(help="Seconds for sites to read their images and join.")] = Timing.join,
     round_timeout: Annotated[int, typer.Option(help="Seconds for a round, at the longest.")] = Timing.round,
@@ -166,9 +168,17 @@ def export(
         quorum=quorum or None,
     )
     timing = Timing(join=join_timeout, round=round_timeout, grace=grace)
-    study = private(study, epsilon=dp, noise=dp_noise, clip=dp_clip, delta=dp_delta, unit=dp_unit)
     if secagg:
         study = masked(study, min_sum=min_sum, ring_bits=ring_bits)
+    study = private(
+        study,
+        epsilon=dp,
+        noise=dp_noise,
+        clip=dp_clip,
+        delta=dp_delta,
+        unit=dp_unit,
+        distributed=dp_distributed,
+    )
     fewest = study.masking.fewest if study.masking else SMALLEST_FEDERATION
     needed = max(fewest, quorum) if min_sites is None else min_sites
     export_job(study, out, timing=timing, min_sites=needed, gpus=gpus, resume=resume)

@@ -27,6 +27,7 @@ from crossward.cli.simulate import INTERRUPTED
 from crossward.cli.study_options import (
     DpClip,
     DpDelta,
+    DpDistributed,
     DpEpsilon,
     DpNoise,
     DpUnit,
@@ -77,6 +78,7 @@ def poc(
     dp_clip: DpClip = Privacy.clip,
     dp_delta: DpDelta = Privacy.delta,
     dp_unit: DpUnit = Privacy.unit,
+    dp_distributed: DpDistributed = Privacy.distributed,
     compare: Annotated[bool, typer.Option(help="Also train every hospital alone, for comparison.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system up, and say how to use it.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Only stop what earlier runs left up in --workdir.")] = False,
@@ -111,9 +113,17 @@ def poc(
     show_cohort(screen, cohort)
     clock.lap("images")
     study = Study.usual(chosen, cohort, rounds=rounds, seed=seed, quorum=len(cohort.sites) // 2 + 1)
-    study = private(study, epsilon=dp, noise=dp_noise, clip=dp_clip, delta=dp_delta, unit=dp_unit)
     if secagg:
         study = _summed_only(study, len(cohort.sites), ring_bits)
+    study = private(
+        study,
+        epsilon=dp,
+        noise=dp_noise,
+        clip=dp_clip,
+        delta=dp_delta,
+        unit=dp_unit,
+        distributed=dp_distributed,
+    )
     out = workdir / f"poc-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     with interruptible(), poc_systems.claimed(out):
         run_on_flare(screen, cohort, held_out, study, data.absolute(), out, clock=clock, keep=keep, compare=compare)

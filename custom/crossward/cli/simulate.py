@@ -22,6 +22,7 @@ from crossward.cli.study_options import (
     Depth,
     DpClip,
     DpDelta,
+    DpDistributed,
     DpEpsilon,
     DpNoise,
     DpUnit,
@@ -98,6 +99,7 @@ def simulate(
     dp_clip: DpClip = Privacy.clip,
     dp_delta: DpDelta = Privacy.delta,
     dp_unit: DpUnit = Privacy.unit,
+    dp_distributed: DpDistributed = Privacy.distributed,
     jobs: Annotated[int | None, typer.Option(help="Sites that train at once; one per core if not given.")] = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Go on with one-class or tiny sites.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -165,9 +167,17 @@ def simulate(
         participation=participation,
         quorum=quorum,
     )
-    study = private(study, epsilon=dp, noise=dp_noise, clip=dp_clip, delta=dp_delta, unit=dp_unit)
     if secagg:
         study = masked(study, min_sum=min_sum, ring_bits=ring_bits)
+    study = private(
+        study,
+        epsilon=dp,
+        noise=dp_noise,
+        clip=dp_clip,
+        delta=dp_delta,
+        unit=dp_unit,
+        distributed=dp_distributed,
+    )
     result = run_study(console, cohort, held_out, study, out, resume=resume, jobs=jobs, diagnostics=diagnostics)
     if as_json:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))

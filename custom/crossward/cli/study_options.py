@@ -47,7 +47,10 @@ DpNoise = Annotated[
 ]
 DpClip = Annotated[float, typer.Option(help="Largest norm of what one patient adds to a step.")]
 DpDelta = Annotated[float, typer.Option(help="The chance that epsilon does not cover.")]
-DpUnit = Annotated[str, typer.Option(help="Whose presence is hidden: patient, or image.")]
+DpUnit = Annotated[str, typer.Option(help="Whose presence is hidden: patient, image, or site.")]
+DpDistributed = Annotated[
+    bool, typer.Option("--dp-distributed", help="With --dp-unit site and --secagg: sites share the noise of a sum.")
+]
 Participation = Annotated[float, typer.Option(help="Part of the sites invited to a round.")]
 
 
@@ -105,12 +108,23 @@ def masked(study: Study, *, min_sum: int = Settings.min_sites, ring_bits: int = 
     return study.masked(Settings(bits=bits, min_sites=min_sum, allow_pair=min_sum == 2))
 
 
-def private(study: Study, *, epsilon: float | None, noise: float | None, clip: float, delta: float, unit: str) -> Study:
+def private(
+    study: Study,
+    *,
+    epsilon: float | None,
+    noise: float | None,
+    clip: float,
+    delta: float,
+    unit: str,
+    distributed: bool,
+) -> Study:
     """A study under differential privacy where it is asked for, with what its method then demands."""
     if epsilon is None and noise is None:
         return study
     kind: Any = unit
-    return study.private(Privacy(epsilon=epsilon, noise=noise, clip=clip, delta=delta, unit=kind))
+    return study.private(
+        Privacy(epsilon=epsilon, noise=noise, clip=clip, delta=delta, unit=kind, distributed=distributed)
+    )
 
 
 def check_folder(out: Path) -> None:

@@ -31,12 +31,21 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model, Task
 from crossward.privacy.dp.accounting import Part
-from crossward.privacy.dp.settings import Privacy
+from crossward.privacy.dp.settings import Privacy, Unit
 from crossward.site.devices import Device
 from crossward.site.outbox import Outbox
 from crossward.site.protection import Book, Protection
+from crossward.site.record_protection import RecordProtection
 from crossward.site.trainer import EVALUATION_BATCH, Training, correct_count, predict, refreshed, train_round
+from crossward.site.update_protection import UpdateProtection
 from crossward.site.vault import Vault
+
+PROTECTIONS: Mapping[Unit, type[Protection]] = {
+    "patient": RecordProtection,
+    "image": RecordProtection,
+    "site": UpdateProtection,
+}
+"""By whose presence is hidden."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class Participant:
         plugs: feature block and head.
         privacy: differential privacy of the study.
         book: where what is spent on it is written down.
+        shares: how many sites' noise is in every sum, where they share it.
     """
 
     def __init__(
@@ -74,6 +84,7 @@ class Participant:
         plugs: Plugs,
         privacy: Privacy | None = None,
         book: Book | None = None,
+        shares: int = 1,
     ) -> None:
         found = (data.classes, tuple(data.train.images.shape[1:]))
         wanted = (task.classes, (task.channels, task.size, task.size))
@@ -97,12 +108,13 @@ class Participant:
         if privacy is not None:
             if book is None:
                 raise PrivacyRefusal(f"{data.name}: there is no ledger to write down what differential privacy costs")
-            self.protection = Protection(
+            self.protection = PROTECTIONS[privacy.unit](
                 data,
                 privacy,
                 training,
                 rounds=task.rounds,
                 releases=bool(self.algebra.extras),
+                shares=shares,
                 book=book,
                 device=self._device,
             )
@@ -155,6 +167,8 @@ class Participant:
             )
             extras = self._extras(context)
         update = {**self._update(payload), **extras}
+        if self.protection is not None:
+            update = self.protection.released(update, payload, personal=names_in(self.algebra.layout, Scope.PERSONAL))
         tally |= self.algebra.measure(update)
         report = Report(self.name, round_number, digest, update, tally, validation or {})
         self.algebra.check(report)

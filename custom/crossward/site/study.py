@@ -69,16 +69,33 @@ class Study:
             return
         if self.task.norm != "group":
             raise BadInput("differential privacy takes GroupNorm (--norm group): BatchNorm mixes the images of a batch")
-        if self.method.under_privacy() != self.method:
+        if self.privacy.unit != "site" and self.method.under_privacy() != self.method:
             raise BadInput(
                 f"{self.method.name} has options that differential privacy does not allow; "
                 "write the job with: crossward job export --dp"
             )
 
+        if not self.privacy.distributed:
+            return
+        if self.masking is None:
+            raise BadInput("noise that sites share is enough in a sum only: it takes secure aggregation (--secagg)")
+        if self.method.algebra(self.task, self.model()).needs == "gram":
+            raise BadInput(
+                f"{self.method.name} compares sites one by one, where shared noise is less than it takes; use a method "
+                "that does not, or leave out --dp-distributed"
+            )
+
     def private(self, privacy: Privacy) -> Study:
         """The same study under differential privacy, with the normalisation and the options that it demands."""
-        task = replace(self.task, norm="group")
-        return replace(self, method=self.method.under_privacy(), task=task, privacy=privacy)
+        method = self.method if privacy.unit == "site" else self.method.under_privacy()
+        return replace(self, method=method, task=replace(self.task, norm="group"), privacy=privacy)
+
+    @property
+    def noise_shares(self) -> int:
+        """How many honest sites' noise is at least in every sum, where they share it."""
+        if self.masking is None or self.privacy is None or not self.privacy.distributed:
+            return 1
+        return max(1, self.masking.fewest - self.masking.colluders)
 
     def masked(self, masking: Settings) -> Study:
         """The same study under secure aggregation, with the options that its method then demands."""
@@ -166,6 +183,7 @@ class Study:
             plugs=self.plugs,
             privacy=self.privacy,
             book=book,
+            shares=self.noise_shares,
         )
 
     def digest(self) -> str:

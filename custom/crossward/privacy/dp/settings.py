@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from crossward.federation.errors import BadInput
 
-Unit = Literal["patient", "image"]
+Unit = Literal["patient", "image", "site"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,11 @@ class Privacy:
         noise: standard deviation of a step's noise, as a multiple of ``clip``. None where ``epsilon`` is given.
         delta: the chance that is not covered by epsilon.
         clip: largest norm of what one unit adds to a step: of all trainable tensors together, local ones too.
-        unit: whose presence is hidden: a patient with all images, or one image.
+        unit: whose presence is hidden: a patient with all images, one image, or all that a site has.
         releases: part of epsilon for what a method reports beside the model, such as class prototypes.
+        distributed: with the site as unit and under secure aggregation, every site adds only its share of the noise.
+            Epsilon then holds against the server with as many colluding sites as the settings of secure aggregation
+            reckon with; it is better against the server alone.
     """
 
     epsilon: float | None = None
@@ -33,6 +36,7 @@ class Privacy:
     clip: float = 1.0
     unit: Unit = "patient"
     releases: float = 0.25
+    distributed: bool = False
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) == (self.noise is None):
@@ -45,5 +49,7 @@ class Privacy:
             raise BadInput(f"differential privacy: delta is {self.delta}, and must be above 0 and below 0.1")
         if not 0 < self.releases < 1:
             raise BadInput(f"differential privacy: releases is {self.releases}, and must be between 0 and 1")
-        if self.unit not in ("patient", "image"):
-            raise BadInput(f"differential privacy: the unit is '{self.unit}', and must be patient or image")
+        if self.unit not in get_args(Unit):
+            raise BadInput(f"differential privacy: the unit is '{self.unit}', and must be patient, image or site")
+        if self.distributed and self.unit != "site":
+            raise BadInput("differential privacy: noise is shared where the site is the unit; use --dp-unit site")

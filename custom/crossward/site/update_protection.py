@@ -1,0 +1,78 @@
+"""Differential privacy of a whole site: one update a round, clipped as a whole, with noise on every value.
+
+Whoever sees all that leaves can hardly tell what data the site had at all. That takes noise of the size of the update
+on each of its values: it suits small payloads, such as heads and statistics, and drowns a whole model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, Payload, Tensors, Vector
+from crossward.federation.errors import PrivacyRefusal
+from crossward.imaging.data import SiteData, Split
+from crossward.imaging.loading import batches
+from crossward.methods.base import Batch, Context, Method, Model
+from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.settings import Privacy
+from crossward.site.protection import Protection
+from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
+
+
+class UpdateProtection(Protection):
+    """The unit is the site: it trains as always, and the result is clipped and noised once, before the outbox."""
+
+    units = 1
+
+    def __init__(self, data: SiteData, privacy: Privacy, training: Training, **options: Any) -> None:
+        super().__init__(data, privacy, training, **options)
+        self.noise = privacy.noise or calibrate(
+            epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=self._rounds
+        )
+
+    def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
+        self._reserve(context.round_number, {"update": Spending(self.noise, 1.0, 1)})
+        train_round(model, method, self._data.train, context, training=self._training, device=self._device)
+        # Every site counts the same, and nothing is counted: a number of images would be a part of what is hidden.
+        return {SAMPLES: np.ones(1), **{key: np.zeros(1) for key in (LOSS, SEEN, CORRECT)}}
+
+    def extras(self, model: Model, method: Method, context: Context) -> Tensors:
+        model.eval()
+        split, device = self._data.train, self._device
+        loaded = batches(split, batch_size=EVALUATION_BATCH, seed=None, drop_last=False)
+        with torch.inference_mode(), device.autocast():
+            found = method.describe(
+                model, (Batch(device.images(images), labels.to(device.kind)) for images, labels in loaded), context
+            )
+        return {name: tensor.float().cpu().clone() for name, tensor in found.items()}
+
+    def released(
+        self, update: Mapping[str, Tensor], payload: Payload, *, personal: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Clip the update's joint norm and add noise to all of it; personal tensors as what changed in them.
+
+        With noise that the sites share, one site's own is less than it takes: only a sum may be seen, which has that
+        of at least ``shares`` honest ones.
+        """
+        moved = {name: value - payload.tensors[name] if name in personal else value for name, value in update.items()}
+        norm = math.hypot(*(float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in moved.values()))
+        if not math.isfinite(norm):
+            raise PrivacyRefusal(
+                f"{self._data.name}: the update has values that are not finite numbers; nothing was released. "
+                "Lower the learning rate, or repair the site's images"
+            )
+        scale = min(1.0, self._privacy.clip / norm) if norm else 1.0
+        clipped = {name: value * scale for name, value in moved.items()}
+        self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(self._shares))
+        return {name: value + payload.tensors[name] if name in personal else value for name, value in clipped.items()}
+
+    def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
+        """Nothing: of one site's images no count can be told."""
+        del part, split, right, round_number
+        return 0.0, 0.0
