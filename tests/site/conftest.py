@@ -13,6 +13,7 @@ import torch
 from tests.site.masked import ALGEBRA, Federation
 
 from crossward.federation.algebra import Algebra
+from crossward.site import member as members
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # the tests and the processes they start share made_up_sites
@@ -113,3 +114,14 @@ def trained(made: Any) -> Federation:
     federation: Federation = made()
     federation.train()
     return federation
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and labels that must not be looked at."""
+
+    def read(*given: Any, **options: Any) -> Any:
+        raise AssertionError("the site's data were read")
+
+    monkeypatch.setattr(members, "labels_of", read)
+    monkeypatch.setattr(members, "load_site", read)

@@ -15,7 +15,6 @@ from crossward.federation.contract import Payload
 from crossward.federation.storage import read_json
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import Kind
-from crossward.site import member as members
 from crossward.site import messages
 from crossward.site.member import Member
 from crossward.site.messages import (
@@ -63,17 +62,6 @@ def made(tmp_path: Path, packs: Path) -> Iterator[Callable[..., Member]]:
     yield make
     for member in members:
         member.close()
-
-
-@pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images and labels that must not be looked at."""
-
-    def read(*given: Any, **options: Any) -> Any:
-        raise AssertionError("the site's data were read")
-
-    monkeypatch.setattr(members, "labels_of", read)
-    monkeypatch.setattr(members, "load_site", read)
 
 
 def credentials(name: str) -> Credentials:

@@ -20,7 +20,6 @@ from crossward.privacy.dp.accounting import epsilon
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.dp.signing import certificate_signer
-from crossward.site import member as members
 from crossward.site import messages, participant
 from crossward.site.declaration import Declaration
 from crossward.site.member import Member
@@ -55,17 +54,6 @@ def made(tmp_path: Path, packs: Path) -> Iterator[Callable[..., Member]]:
     yield make
     for member in made:
         member.close()
-
-
-@pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images and labels that must not be looked at."""
-
-    def read(*given: Any, **options: Any) -> Any:
-        raise AssertionError("the site's data were read")
-
-    monkeypatch.setattr(members, "labels_of", read)
-    monkeypatch.setattr(members, "load_site", read)
 
 
 def credentials() -> Credentials:
