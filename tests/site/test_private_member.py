@@ -17,15 +17,17 @@ from torch import Tensor
 
 from crossward.federation.contract import Payload
 from crossward.privacy.dp.accounting import epsilon
+from crossward.privacy.dp.ledger import Ledger, key_of
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.settings import Privacy
-from crossward.privacy.dp.signing import certificate_signer
+from crossward.privacy.dp.signing import verifier
+from crossward.privacy.secagg.throwaway import Authority
 from crossward.site import messages, participant
 from crossward.site.declaration import Declaration
 from crossward.site.member import Member
 from crossward.site.messages import FINISH, JOIN, OK, SCORES, TRAIN, Message
 from crossward.site.policy import Policy
-from crossward.site.protection import ledger_in
+from crossward.site.protection import certified_ledger
 from crossward.site.release import Credentials
 from crossward.site.study import Study
 from crossward.site.troubles import Code, words
@@ -74,7 +76,7 @@ def to_train(study: Study, number: int = 1) -> Message:
 
 
 def entries(state: Path) -> tuple[Entry, ...]:
-    return ledger_in(state, site=ME, signer=certificate_signer(identity(ME))).entries()
+    return certified_ledger(state, site=ME, identity=identity(ME)).entries()
 
 
 def trained(member: Member, study: Study, number: int = 1) -> Message:
@@ -167,6 +169,19 @@ def test_a_ledger_that_does_not_hold_stops_training(made: Any, tmp_path: Path, s
     else:
         path.write_bytes(b"" if spoil == "cut" else content.replace(b'"steps":', b'"stEps":', 1))
     assert refused(trained(made(), PRIVATE, 2)) == (Code.LEDGER, {})
+
+
+def test_with_a_new_kit_a_site_goes_on_with_its_ledger_and_anybody_can_check_it(made: Any, tmp_path: Path) -> None:
+    assert trained(made(), PRIVATE)["code"] == OK
+    renewed = Credentials(Authority().identity(ME), authority().roots)
+    assert trained(made(certified=lambda: renewed), PRIVATE, 2)["code"] == OK
+    folder = tmp_path / "state" / "ledger"
+    verify = verifier(key_of(folder))
+    kept = Ledger(folder, sign=lambda message: b"", verify=verify, signer="", name=ME).entries()
+    assert [(entry.round, entry.what) for entry in kept] == [(1, "steps"), (1, "val counts"), (2, "steps")]
+    key_of(folder).unlink()
+    # Without what vouched for the first line nobody can say what was spent.
+    assert refused(trained(made(certified=lambda: renewed), PRIVATE, 3)) == (Code.LEDGER, {})
 
 
 @pytest.mark.parametrize("when", ["before the steps", "before the report"])

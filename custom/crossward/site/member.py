@@ -28,7 +28,6 @@ from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
 from crossward.privacy.dp.ledger import BudgetSpent
-from crossward.privacy.dp.signing import certificate_signer
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
 from crossward.privacy.secagg.identity import Untrusted
@@ -38,7 +37,7 @@ from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
 from crossward.site.policy import Policy
-from crossward.site.protection import Book, LedgerRefused, NotPrivate, ledger_in
+from crossward.site.protection import Book, LedgerRefused, NotPrivate, certified_ledger
 from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study
@@ -182,8 +181,8 @@ class Member:
 
     def _book(self, run: str, credentials: Credentials) -> Book:
         """The ledger of the site's images, for all jobs."""
-        signer = certificate_signer(credentials.identity)
-        return Book(ledger_in(self._policy.state_root, site=self.name, signer=signer), run, self._policy.budget)
+        ledger = certified_ledger(self._policy.state_root, site=self.name, identity=credentials.identity)
+        return Book(ledger, run, self._policy.budget)
 
     def _certified(self) -> Credentials:
         if self._credentials is None:

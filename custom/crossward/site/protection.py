@@ -1,6 +1,6 @@
 """A site's differentially private side of a run: what it may spend, and where that is written down before it is spent.
 
-What is protected, and how, is in ``record_protection`` (a patient or an image) and ``update_protection`` (a whole site).
+What is protected, and how: ``record_protection`` (a patient or an image) and ``update_protection`` (a whole site).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from crossward.federation.contract import Payload, Tensors, Vector
 from crossward.federation.errors import PrivacyRefusal
+from crossward.federation.storage import atomic_file, private_folder
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Context, Method, Model
 from crossward.privacy.dp.accounting import Budget, Part, Spending
@@ -22,7 +23,8 @@ from crossward.privacy.dp.ledger import BudgetSpent, Ledger, cost, key_of
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
-from crossward.privacy.dp.signing import Signer, local_signer
+from crossward.privacy.dp.signing import Signer, certificate_signer, certificates, local_signer
+from crossward.privacy.secagg.identity import Identity
 from crossward.site.devices import Device
 from crossward.site.trainer import Training
 
@@ -52,6 +54,22 @@ class Book:
     ledger: Ledger
     run: str
     budget: Budget | None = None
+
+
+def certified_ledger(state: Path, *, site: str, identity: Identity) -> Ledger:
+    """The ledger of a site with a kit, signed with its certificate.
+
+    The certificates that lines were signed with are kept beside it: with a new kit the site goes on with its ledger,
+    and whoever reads it need not look for them.
+    """
+    path = key_of(state / "ledger")
+    own = certificates(identity.certificate)[0]
+    known = certificates(path.read_bytes()) if path.exists() else []
+    if own not in known:
+        private_folder(state)
+        with atomic_file(path) as stream:
+            stream.write(b"".join([*known, own]))
+    return ledger_in(state, site=site, signer=certificate_signer(identity, earlier=known))
 
 
 def ledger_in(state: Path, *, site: str, signer: Signer) -> Ledger:

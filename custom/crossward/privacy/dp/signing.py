@@ -96,17 +96,27 @@ def certificate_signer(identity: Identity, *, earlier: Sequence[bytes] = ()) -> 
 
 
 def verifier(path: Path) -> Verify:
-    """Check signatures only: with a ledger's key file, the public half of it, or a certificate.
+    """Check signatures only: with a ledger's key file, the public half of it, or one certificate or more.
 
     Raises:
         PrivacyRefusal: the file has none.
     """
     try:
-        return _verifier([_public_key(path.read_bytes())])
+        content = path.read_bytes()
+        return _verifier([_public_key(each) for each in certificates(content) or [content]])
     except OSError as error:
         raise PrivacyRefusal(
             f"the key {path} of the ledger cannot be read: {error.strerror}; name it by --key"
         ) from error
+
+
+def certificates(content: bytes) -> list[bytes]:
+    """The certificates in a file, each as PEM; none where it holds something else."""
+    try:
+        found = x509.load_pem_x509_certificates(content)
+    except ValueError:
+        return []
+    return [certificate.public_bytes(Encoding.PEM) for certificate in found]
 
 
 def _make(path: Path) -> None:
