@@ -17,7 +17,7 @@ from crossward.federation.errors import CrosswardError
 _HELP = "Hospitals train one imaging model together without moving a scan."
 
 # Importing all of them takes seconds, in every process that a command starts: only the one that is asked for is.
-_COMMANDS = ("methods", "simulate", "poc", "adapt", "report", "provision")
+_COMMANDS = ("methods", "simulate", "poc", "adapt", "report", "provision", "audit")
 _GROUPS = ("job", "data", "bench", "ledger")
 
 BROKEN = 70
