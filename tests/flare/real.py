@@ -145,7 +145,7 @@ def write_pack(folder: Path, sites: int) -> None:
     with TemporaryDirectory() as drawn:
         write_hospitals(Path(drawn) / "films", sites=sites, patients=24, seed=5)
         cohort = load(Path(drawn) / "films", size=SIZE, batch_size=BATCH)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name, site in cohort.sites.items():
         splits = (site.train, site.val, site.test)
         pixels = torch.cat([pixels_of(split.images[:]) for split in splits])
