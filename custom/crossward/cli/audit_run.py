@@ -20,7 +20,7 @@ from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.imaging.data import Cohort, SiteData, Split
 from crossward.imaging.pictures import normalised, pictures_of, pixels_of
-from crossward.privacy.audit.checks import Check, check_clipping, check_ledger, check_noise, check_sampler
+from crossward.privacy.audit.checks import Check, check_clipping, check_ledger, check_noise, check_row, check_sampler
 from crossward.privacy.audit.findings import Finding, Findings, Pictured, Setting, below, no_picture
 from crossward.privacy.audit.harness import federate
 from crossward.privacy.audit.inversion import Attack, gradient_of, guessed_blindly, invert, psnr
@@ -126,7 +126,7 @@ class AuditedRun:
             partial(check_sampler, sampler, owners, rate=rate),
             partial(check_clipping, self._study.model(), self._losses, images, labels, privacy.clip),
         )
-        return Findings([_check_row(self._first.name, look) for look in looks])
+        return Findings([check_row(self._first.name, look) for look in looks])
 
     def _ledgers(self) -> Findings:
         """Whether everything that was trained was paid for, where sites' ledgers are in the run's folder."""
@@ -138,7 +138,7 @@ class AuditedRun:
             trained = [each["round"] for each in rounds if each["sites"].get(name, {}).get("status") in _TRAINED]
             owners = site.train.patients if self._study.privacy.unit == "patient" else site.train.ids
             look = partial(self._ledger, name, trained, self._prices(len(set(owners))).steps)
-            rows.append(_check_row(name, look))
+            rows.append(check_row(name, look))
         return Findings(rows)
 
     def _ledger(self, site: str, rounds: list[int], steps: int) -> Check:
@@ -331,22 +331,6 @@ def _summed(gradients: list[list[Tensor]]) -> list[Tensor]:
 def _picture(pixels: Tensor) -> NDArray[np.uint8]:
     shades: NDArray[np.uint8] = pictures_of(normalised(pixels, pixels.shape[1]))[0]
     return shades
-
-
-def _check_row(subject: str, look: Callable[[], Check]) -> Finding:
-    began = time.perf_counter()
-    check = look()
-    return Finding(
-        subject=subject,
-        attack=f"check: {check.name}",
-        setting=Setting.DP,
-        figure=None,
-        unit="",
-        rule="holds",
-        passed=check.passed,
-        words=check.words,
-        seconds=time.perf_counter() - began,
-    )
 
 
 def _no_signing(_message: bytes) -> bytes:

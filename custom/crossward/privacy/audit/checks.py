@@ -7,6 +7,7 @@ that repeats, batches that are shuffled where accounting reckons with Poisson sa
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from crossward.federation.contract import Vector
+from crossward.privacy.audit.findings import Finding, Setting
 from crossward.privacy.dp.clipping import clipper_for
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
@@ -41,6 +43,23 @@ class Check:
     name: str
     passed: bool
     words: str
+
+
+def check_row(subject: str, look: Callable[[], Check]) -> Finding:
+    """Look, and give what was seen as a row of the report."""
+    began = time.perf_counter()
+    check = look()
+    return Finding(
+        subject=subject,
+        attack=f"check: {check.name}",
+        setting=Setting.DP,
+        figure=None,
+        unit="",
+        rule="holds",
+        passed=check.passed,
+        words=check.words,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def check_noise(make: Callable[[], NoiseSource] = NoiseSource) -> Check:

@@ -18,7 +18,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from crossward.privacy.audit import harness
-from crossward.privacy.audit.checks import Check, check_clipping, check_noise, check_sampler
+from crossward.privacy.audit.checks import Check, check_clipping, check_noise, check_row, check_sampler
 from crossward.privacy.audit.findings import Finding, Findings, Pictured, Setting, below, no_picture, worked
 from crossward.privacy.audit.harness import Private, Train, canaries, federate, plain_step, private_step, small_net
 from crossward.privacy.audit.inversion import Attack, best_psnr, gradient_of, guessed_blindly, invert, psnr
@@ -63,29 +63,12 @@ def check_parts(size: Size, private: Private) -> Findings:
     patients = [str(row) for row in range(size.canaries // 2)]
     sampler = PatientSampler(patients, rate=private.rate, source=NoiseSource())
     made = canaries(32, seed=5)
-    rows = []
     looks: tuple[Callable[[], Check], ...] = (
         check_noise,
         partial(check_sampler, sampler, patients, rate=private.rate),
         partial(check_clipping, small_net(0), harness.losses_of, made.images, made.labels, private.clip),
     )
-    for look in looks:
-        began = time.perf_counter()
-        check = look()
-        rows.append(
-            Finding(
-                subject=SUBJECT,
-                attack=f"check: {check.name}",
-                setting=Setting.DP,
-                figure=None,
-                unit="",
-                rule="holds",
-                passed=check.passed,
-                words=check.words,
-                seconds=time.perf_counter() - began,
-            )
-        )
-    return Findings(rows)
+    return Findings([check_row(SUBJECT, look) for look in looks])
 
 
 def invert_updates(size: Size, private: Private) -> Findings:
