@@ -135,7 +135,7 @@ def table(
     data: Annotated[Path, typer.Option(help="Folder of hospitals, or a pack.")],
     out: Annotated[Path, typer.Option(help="One run per cell is kept here, so that a table can be finished later.")],
     methods: Annotated[
-        str, typer.Option(help="Methods with commas; options, block, head, lr, clip and epochs in brackets.")
+        str, typer.Option(help="Methods with commas; options, block, head, lr, batch, width, dp and more in brackets.")
     ] = "local,fedavg,fedprox,fedbn",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas.")] = "0,1,2",
     preset: Annotated[
@@ -151,6 +151,9 @@ def table(
         str | None, typer.Option(help="Method that the others are compared with; fedavg, or the first one.")
     ] = None,
     jobs: Jobs = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Score validation images; do not look at test images. To choose settings by.")
+    ] = False,
     as_json: AsJson = False,
     markdown: AsMarkdown = False,
 ) -> None:
@@ -182,10 +185,17 @@ def table(
         sites=parse_names(sites),
         jobs=jobs,
         console=Console(stderr=True),
+        tuning=tune,
     )
     cells = bench_table.run(sweep)
     tables = {name: bench_table.table(cells, metric=name, against=reference) for name in metrics}
-    _show_tables(tables, title="at every site", seeds=seeds, as_json=as_json, markdown=markdown)
+    _show_tables(
+        tables,
+        title="on validation images" if tune else "at every site",
+        seeds=seeds,
+        as_json=as_json,
+        markdown=markdown,
+    )
 
 
 @app.command("adapt")

@@ -73,6 +73,7 @@ class Sweep:
         sites: only these sites.
         jobs: sites that train at once.
         console: for the progress.
+        tuning: whether validation images stand for the test images, which are not looked at then.
     """
 
     data: Path
@@ -84,11 +85,13 @@ class Sweep:
     sites: Sequence[str] | None
     jobs: int | None
     console: Console
+    tuning: bool = False
 
     def cohort(self, seed: int, sites: Sequence[str] | None) -> Cohort:
         """The images of some sites."""
         part = self.budget.fraction
-        return load(self.data, size=_SIZE, classes=self.classes, sites=sites, seed=seed, fraction=part)
+        cohort = load(self.data, size=_SIZE, classes=self.classes, sites=sites, seed=seed, fraction=part)
+        return for_tuning(cohort) if self.tuning else cohort
 
     def run(self, cohort: Cohort, variant: Variant, seed: int, *, where: str = "") -> tuple[Path, Result]:
         """Read a finished run, or start or resume it."""
@@ -104,6 +107,14 @@ class Sweep:
             result = simulate(cohort, study, out, resume=resume, jobs=self.jobs, listen=display)
         write_result(finished, result)
         return out, result
+
+
+def for_tuning(cohort: Cohort) -> Cohort:
+    """The same hospitals with validation images for test images, so that settings can be chosen without those."""
+    without = [name for name, data in cohort.sites.items() if not len(data.val)]
+    if without:
+        raise BadInput(f"{', '.join(without)}: no validation images to choose settings by; leave out --tune")
+    return replace(cohort, sites={name: replace(data, test=data.val) for name, data in cohort.sites.items()})
 
 
 def run(sweep: Sweep) -> Cells:

@@ -25,8 +25,15 @@ _TRAINING: Mapping[str, tuple[str, type]] = {
     "epochs": ("epochs", int),
     "augment": ("augment", str),
     "batch": ("batch_size", int),
+    "steps": ("steps", int),
+    "momentum": ("momentum", float),
 }
-_PRIVACY = {"dp": "epsilon", "dp_noise": "noise", "dp_clip": "clip"}
+_TASK: Mapping[str, tuple[str, type]] = {"width": ("width", float), "depth": ("depth", int), "norm": ("norm", str)}
+_PRIVACY: Mapping[str, tuple[str, type]] = {
+    "dp": ("epsilon", float),
+    "dp_noise": ("noise", float),
+    "dp_clip": ("clip", float),
+}
 _SHAPE = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<options>.*)\])?")
 _UNSAFE = re.compile(r"[^A-Za-z0-9=._-]+")
 
@@ -40,6 +47,7 @@ class Variant:
         method: with its options.
         plugs: feature block and head, where they are not the method's own.
         training: fields of ``Training`` that differ from the usual ones.
+        task: fields of ``Task`` that do.
         privacy: differential privacy, where it is asked for.
     """
 
@@ -47,6 +55,7 @@ class Variant:
     method: Method
     plugs: Plugs
     training: Mapping[str, Any]
+    task: Mapping[str, Any]
     privacy: Privacy | None = None
 
     @property
@@ -58,7 +67,7 @@ class Variant:
         """The usual study of a cohort with these settings."""
         usual = Study.usual(self.method, cohort, rounds=rounds, seed=seed)
         training = replace(usual.training, **{"augment": augment, **self.training})
-        study = replace(usual, training=training, plugs=self.plugs)
+        study = replace(usual, training=training, plugs=self.plugs, task=replace(usual.task, **self.task))
         return study.private(self.privacy) if self.privacy else study
 
 
@@ -87,19 +96,12 @@ def parse_variant(text: str) -> Variant:
     pairs = [pair.strip() for pair in (shape["options"] or "").split(";") if pair.strip()]
     options = parse_options(pairs)
     plugs = {name: options.pop(name) for name in _PLUGS if name in options}
-    training = {
-        field: _of_kind(text, name, options.pop(name), kind)
-        for name, (field, kind) in _TRAINING.items()
-        if name in options
-    }
-    private = {
-        field: _of_kind(text, name, options.pop(name), float) for name, field in _PRIVACY.items() if name in options
-    }
+    training, task, private = (_taken(text, options, known) for known in (_TRAINING, _TASK, _PRIVACY))
     method = create(shape["name"].strip(), **options)
     block, head = plugs.get("block"), plugs.get("head")
-    check_choices(block=block, head=head)
+    check_choices(block=block, head=head, **task)
     Training(**training)
-    return Variant(text, method, Plugs(block, head), training, Privacy(**private) if private else None)
+    return Variant(text, method, Plugs(block, head), training, task, Privacy(**private) if private else None)
 
 
 def _split(text: str) -> Sequence[str]:
@@ -111,6 +113,13 @@ def _split(text: str) -> Sequence[str]:
             parts.append(text[start:place])
             start = place + 1
     return [*parts, text[start:]]
+
+
+def _taken(text: str, options: dict[str, Any], known: Mapping[str, tuple[str, type]]) -> dict[str, Any]:
+    """Take what is known out of the options, under the names of fields."""
+    return {
+        field: _of_kind(text, name, options.pop(name), kind) for name, (field, kind) in known.items() if name in options
+    }
 
 
 def _of_kind(text: str, name: str, value: Any, kind: type) -> Any:
