@@ -197,3 +197,18 @@ def test_bad_input_is_refused_before_any_image_is_read(
     nowhere = ("bench", "table", "--data", tmp_path / "nowhere", "--out", tmp_path / "out")
     assert said in one_line(crossward(*nowhere, *more))
     assert "no such folder" in one_line(crossward(*nowhere))
+
+
+def test_tuning_scores_validation_images_and_never_sees_test_images(
+    crossward: Command, packs: Path, tmp_path: Path
+) -> None:
+    base = ("bench", "table", "--data", packs, "--methods", "fedavg[epochs=1]", "--seeds", 0, "--rounds", 1)
+    tuned = crossward(*base, "--out", tmp_path / "tuned", "--tune")
+    assert tuned.code == 0, tuned.err
+    assert "on validation images" in tuned.out
+    facts = json.loads((tmp_path / "tuned" / "fedavg-epochs=1-0" / "result.json").read_text())
+    for name, site in facts["sites"].items():
+        assert site["n_test"] == site["n_val"] == site["n"]
+        # One model, the same images: what validation counted is what was scored.
+        assert site["accuracy"] == pytest.approx(facts["rounds"][0]["sites"][name]["val_accuracy"])
+    assert "sites." in one_line(crossward(*base, "--out", tmp_path / "tuned"))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from crossward.cli.bench_variants import parse_variant, parse_variants
 from crossward.federation.errors import BadInput
 from crossward.methods import create
+from crossward.privacy.dp.settings import Privacy
 from crossward.site.participant import Plugs
 from crossward.site.trainer import Training
 from tests.site.made_up_sites import made_up_cohort
@@ -69,3 +70,21 @@ def test_a_folder_is_a_safe_name(mu: float, lr: float, space: str) -> None:
 def test_what_is_not_there_is_refused(text: str, said: str) -> None:
     with pytest.raises(BadInput, match=re.escape(said)):
         parse_variants(text)
+
+
+def test_the_net_and_the_noise_come_from_the_brackets_too() -> None:
+    text = "f2dc[width=0.125;depth=18;norm=group;steps=4;momentum=0;dp=8;dp_clip=0.5]"
+    study = parse_variant(text).study(made_up_cohort(), rounds=5, seed=7)
+    assert (study.task.width, study.task.depth, study.task.norm) == (0.125, 18, "group")
+    assert (study.training.steps, study.training.momentum) == (4, 0.0)
+    assert study.privacy == Privacy(epsilon=8.0, clip=0.5)
+    assert parse_variant("f2dc").study(made_up_cohort(), rounds=5, seed=7).privacy is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("fedavg[width=9]", "--width 9"), ("fedavg[norm=layer]", "--norm"), ("fedavg[depth=10.5]", "takes int")],
+)
+def test_a_net_that_is_not_there_is_refused(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        parse_variant(text)

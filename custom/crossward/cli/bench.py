@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from crossward.cli import (
     bench_combine,
     bench_dp,
     bench_efficiency,
+    bench_epsilon,
     bench_flare,
     bench_ingest,
     bench_secagg,
@@ -23,7 +24,8 @@ from crossward.cli import (
     bench_training,
     bench_uncertainty,
 )
-from crossward.cli.bench_show import show
+from crossward.cli.bench_options import AsJson, AsMarkdown, Classes, Jobs, Sites, metrics_of, numbers_of
+from crossward.cli.bench_show import show, show_tables
 from crossward.cli.bench_variants import parse_variant, parse_variants
 from crossward.cli.study_options import check_choices, check_folder, parse_names
 from crossward.federation.errors import BadInput
@@ -33,11 +35,6 @@ from crossward.site.trainer import Training
 
 app = typer.Typer(help="Measure speed, memory and methods, as ratios in one run.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")]
-Classes = Annotated[str | None, typer.Option(help="Only these labels, with commas.")]
-Sites = Annotated[str | None, typer.Option(help="Only these sites, with commas.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Sites that train at once; one per core if not given.")]
 Noise = Annotated[float, typer.Option(min=0, help="Standard deviation of the noise, in normalised units.")]
 
 
@@ -64,7 +61,7 @@ def combine(
     Example: crossward bench combine --methods fedavg,fdse --sites 50
     """
     variants = parse_variants(methods)
-    numbers = _numbers(sites)
+    numbers = numbers_of(sites)
     if min(numbers) < 1:
         raise BadInput(f"--sites {sites}: there is nothing to combine without a site")
     check_choices(depth=depth, width=width)
@@ -107,7 +104,7 @@ def flare(
     screen = Console(stderr=True)
     rows = [
         bench_flare.measure(number, rounds=rounds, method=method, width=width, screen=screen)
-        for number in _numbers(sites)
+        for number in numbers_of(sites)
     ]
     show(rows, title="A round on FLARE beside training", as_json=as_json)
 
@@ -166,7 +163,7 @@ def table(
 
     Example: crossward bench table --data phantoms --out runs/table --methods "fedavg,f2dc[lambda1=0;lr=0.01]"
     """
-    metrics = _metrics(metric)
+    metrics = metrics_of(metric)
     variants = parse_variants(methods)
     names = [variant.text for variant in variants]
     reference = against or ("fedavg" if "fedavg" in names else names[0])
@@ -179,7 +176,7 @@ def table(
         data=data,
         out=out,
         variants=variants,
-        seeds=_numbers(seeds),
+        seeds=numbers_of(seeds),
         budget=budget,
         classes=parse_names(classes),
         sites=parse_names(sites),
@@ -189,7 +186,7 @@ def table(
     )
     cells = bench_table.run(sweep)
     tables = {name: bench_table.table(cells, metric=name, against=reference) for name in metrics}
-    _show_tables(
+    show_tables(
         tables,
         title="on validation images" if tune else "at every site",
         seeds=seeds,
@@ -217,14 +214,14 @@ def adapt(
 
     Example: crossward bench adapt --data phantoms --out runs/without --methods fedavg,fdse --rounds 10
     """
-    metrics = _metrics(metric)
+    metrics = metrics_of(metric)
     budget = bench_table.budget(preset, rounds=rounds)
     check_folder(out)
     sweep = bench_table.Sweep(
         data=data,
         out=out,
         variants=parse_variants(methods),
-        seeds=_numbers(seeds),
+        seeds=numbers_of(seeds),
         budget=budget,
         classes=parse_names(classes),
         sites=parse_names(sites),
@@ -233,7 +230,7 @@ def adapt(
     )
     runs = bench_adapt.run(sweep)
     tables = {name: bench_adapt.table(runs, metric=name) for name in metrics}
-    _show_tables(tables, title="at the hospital left out", seeds=seeds, as_json=as_json, markdown=markdown)
+    show_tables(tables, title="at the hospital left out", seeds=seeds, as_json=as_json, markdown=markdown)
 
 
 @app.command("efficiency")
@@ -277,7 +274,7 @@ def dp(
 
     Example: crossward bench dp --depths 10 --batch-size 8
     """
-    chosen = _numbers(depths)
+    chosen = numbers_of(depths)
     for depth in chosen:
         check_choices(depth=depth, width=width)
     rows = bench_dp.measure(chosen, width=width, size=size, batch_size=batch_size, repeats=repeats)
@@ -357,30 +354,4 @@ def ingest(
 
 
 app.command("secagg")(bench_secagg.secagg)
-
-
-def _metrics(text: str) -> list[str]:
-    metrics = parse_names(text) or [text]
-    for name in metrics:
-        if name not in bench_table.METRICS:
-            raise BadInput(f"--metric {name} is not there; there is: {', '.join(bench_table.METRICS)}")
-    return metrics
-
-
-def _show_tables(
-    tables: dict[str, list[dict[str, Any]]], *, title: str, seeds: str, as_json: bool, markdown: bool
-) -> None:
-    """Print a table for every metric; as JSON, one object for several."""
-    if as_json and len(tables) > 1:
-        typer.echo(json.dumps(tables, indent=2, allow_nan=False))
-        return
-    for name, rows in tables.items():
-        what = f"{name} in % {title}, mean ± spread over seeds {seeds}"
-        show(rows, title=what, as_json=as_json, markdown=markdown)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise BadInput(f"'{text}' is not a list of whole numbers with commas") from None
+app.command("epsilon")(bench_epsilon.epsilon)

@@ -28,6 +28,18 @@ def show(rows: list[dict[str, Any]], *, title: str, as_json: bool = False, markd
     Console().print(table)
 
 
+def show_tables(
+    tables: dict[str, list[dict[str, Any]]], *, title: str, seeds: str, as_json: bool, markdown: bool
+) -> None:
+    """Print a table for every metric; as JSON, one object for several."""
+    if as_json and len(tables) > 1:
+        typer.echo(json.dumps(tables, indent=2, allow_nan=False))
+        return
+    for name, rows in tables.items():
+        what = f"{name} in % {title}, mean ± spread over seeds {seeds}"
+        show(rows, title=what, as_json=as_json, markdown=markdown)
+
+
 def _markdown(rows: list[dict[str, Any]]) -> str:
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
