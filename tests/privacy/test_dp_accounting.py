@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import PRVAccountant
 from scipy import integrate, optimize, stats
 
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.dp import accounting
-from crossward.privacy.dp.accounting import Budget, Spending, calibrate, epsilon
+from crossward.privacy.dp.accounting import Budget, Spending, calibrate, epsilon, stays_within
 
 TOLERANCE = 0.02
 DELTA = 1e-5
@@ -273,6 +273,21 @@ def test_calibrated_noise_is_the_smallest_that_stays_within(
     assert epsilon([Spending(noise, rate, steps), *others], delta=DELTA) <= target
     assert epsilon([Spending(noise - 0.001, rate, steps), *others], delta=DELTA) > target
     assert noise == pytest.approx(round(noise, 3), abs=1e-9)
+
+
+@given(
+    noise=st.floats(0.8, 4), rate=st.sampled_from([0.02, 0.3, 1.0]), steps=st.integers(1, 40), part=st.floats(0.7, 1.3)
+)
+@settings(max_examples=20, deadline=None)
+def test_the_quick_answer_is_the_same(noise: float, rate: float, steps: int, part: float) -> None:
+    spendings = [Spending(noise, rate, steps), Spending(6.0, 1.0, 2, "val")]
+    budget = Budget(part * epsilon(spendings, delta=DELTA), DELTA)
+    assert stays_within(spendings, budget) == (part >= 1)
+
+
+def test_nothing_spent_stays_within_and_no_noise_does_not() -> None:
+    assert stays_within([], Budget(0.1, DELTA))
+    assert not stays_within([Spending(0.0, 0.5, 1)], Budget(1e12, DELTA))
 
 
 def test_releases_on_the_same_patients_ask_for_more_noise_and_those_on_others_do_not() -> None:

@@ -94,6 +94,16 @@ def epsilon(spendings: Sequence[Spending], *, delta: float) -> float:
     return _worst(_cost, spendings, delta)
 
 
+def stays_within(spendings: Sequence[Spending], budget: Budget) -> bool:
+    """Whether all spendings together stay within a budget; the tight bound is only worked out where a quick one fails.
+
+    Raises:
+        PrivacyRefusal: it cannot be worked out; then nothing may be spent.
+    """
+    # Not "greater than": an answer that is no number must not pass.
+    return any(_worst(bound, spendings, budget.delta) <= budget.epsilon for bound in (_rdp, _cost))
+
+
 def calibrate(*, epsilon: float, delta: float, rate: float, steps: int, releases: Sequence[Spending] = ()) -> float:
     """The smallest noise multiplier, in steps of 0.001, with which steps and releases stay within a budget.
 
@@ -107,12 +117,20 @@ def calibrate(*, epsilon: float, delta: float, rate: float, steps: int, releases
     Raises:
         PrivacyRefusal: no noise is enough.
     """
-    budget = Budget(epsilon, delta)
+    return _calibrated(Budget(epsilon, delta), rate, steps, tuple(releases))
+
+
+@lru_cache(maxsize=256)
+def _calibrated(budget: Budget, rate: float, steps: int, releases: tuple[Spending, ...]) -> float:
+    epsilon, delta = budget.epsilon, budget.delta
     if steps < 1:
         raise PrivacyRefusal(f"noise cannot be worked out for {steps} steps; a private run has at least one")
 
-    def fits(cost: Callable[[_Kinds, float], float], thousandths: int) -> bool:
-        return _worst(cost, [Spending(thousandths / _FINENESS, rate, steps), *releases], delta) <= budget.epsilon
+    def price(bound: Callable[[_Kinds, float], float], thousandths: int) -> float:
+        return _worst(bound, [Spending(thousandths / _FINENESS, rate, steps), *releases], delta)
+
+    def fits(bound: Callable[[_Kinds, float], float], thousandths: int) -> bool:
+        return price(bound, thousandths) <= epsilon
 
     alone = _worst(_cost, releases, delta)
     if alone > epsilon:
@@ -128,9 +146,9 @@ def calibrate(*, epsilon: float, delta: float, rate: float, steps: int, releases
             f"{epsilon:g} at delta {delta:g}; allow a larger epsilon, or give the releases more noise"
         )
     if fits(_rdp, enough):
-        enough = _smallest(lambda noise: fits(_rdp, noise), 0, enough)
+        enough = _smallest(lambda noise: price(_rdp, noise), epsilon, 0, enough)
     start = 3 * enough // 4
-    return _smallest(lambda noise: fits(_cost, noise), 0 if fits(_cost, start) else start, enough) / _FINENESS
+    return _smallest(lambda noise: price(_cost, noise), epsilon, 0 if fits(_cost, start) else start, enough) / _FINENESS
 
 
 def _doubled(enough: Callable[[int], bool]) -> int | None:
@@ -143,11 +161,24 @@ def _doubled(enough: Callable[[int], bool]) -> int | None:
     return None
 
 
-def _smallest(enough: Callable[[int], bool], below: int, above: int) -> int:
-    """The smallest whole number that is enough; ``below`` is not, and ``above`` is."""
+def _smallest(price: Callable[[int], float], limit: float, below: int, above: int) -> int:
+    """The smallest whole number with a price within a limit; ``below`` has none, and ``above`` has.
+
+    Between the two prices lies about a power of the number, so that few have to be worked out; where that does not
+    take half of what is left, the middle is tried.
+    """
+    low, high, halve = price(below), price(above), False
     while above - below > 1:
         middle = (below + above) // 2
-        below, above = (below, middle) if enough(middle) else (middle, above)
+        if not halve and below and math.inf > low > high > 0:
+            share = math.log(low / limit) / math.log(low / high)
+            middle = min(max(round(below * (above / below) ** share), below + 1), above - 1)
+        left, found = above - below, price(middle)
+        if found <= limit:
+            above, high = middle, found
+        else:
+            below, low = middle, found
+        halve = not halve and above - below > left / 2
     return above
 
 
@@ -219,6 +250,8 @@ def _gaussian(noise: float, delta: float) -> float:
 @lru_cache(maxsize=4096)
 def _rdp(kinds: _Kinds, delta: float) -> float:
     """A looser bound by Rényi divergences, which is quick and never fails."""
+    if not kinds:
+        return 0.0
     if min(noise for noise, _, _ in kinds) < _LEAST_NOISE:
         return math.inf
     # Takes seconds to import, and every command that names a budget would wait for it.
