@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from crossward.evaluate.ledger_plot import ledger_picture
+from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.dp.accounting import Budget
 from crossward.privacy.dp.ledger import FILE, anchor_of, key_of
 from tests.cli.conftest import Command
@@ -29,14 +30,40 @@ def test_show_says_what_every_entry_cost_and_what_is_left(crossward: Command, fo
     assert "alder/chest" in done.out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if line.startswith("│")]
     assert [row[:4] for row in rows][1] == ["first", "1", "prototypes", "train"]
-    assert rows[-1][:7] == ["second", "1", "validation", "val", "7", "1", "1"]
+    assert rows[-1][:8] == ["second", "1", "validation", "val", "patient", "7", "1", "1"]
     spent = ledger.spent(delta=BUDGET.delta)
-    assert rows[-1][7] == f"{spent:.3f}"
+    assert rows[-1][8] == f"{spent:.3f}"
     assert f"Spent: epsilon {spent:.2f} of 8 at delta 1e-05; {8 - spent:.2f} is left." in done.out
     # In words: odds times e^epsilon, and one in so many.
     assert f"by {math.exp(spent):,.2f} at most" in done.out
     assert "1e-05 is 1 in 100,000" in done.out
     assert len(done.out.split("left.\n")[1].strip().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("units", "weakest", "said"),
+    [
+        (("patient", "site"), "patient", "one given patient was among those trained on"),
+        (("patient", "image", "site"), "image", "a patient with several of them is protected less"),
+        (("site",), "site", "this site's data were trained on at all"),
+    ],
+)
+def test_the_figure_is_said_to_hold_for_the_weakest_unit(
+    crossward: Command, folder: Path, units: tuple[str, ...], weakest: str, said: str
+) -> None:
+    ledger = ledger_in(folder)
+    for number, unit in enumerate(units, start=1):
+        ledger.reserve([entry(number, unit=unit)], budget=BUDGET)
+    assert [each.unit for each in ledger.entries()] == list(units)
+    facts = json.loads(crossward("ledger", "show", folder, "--json").out)
+    assert facts["unit"] == weakest
+    assert said in " ".join(facts["meaning"])
+    assert [each["unit"] for each in facts["entries"]] == list(units)
+
+
+def test_an_entry_that_does_not_say_whom_it_hides_is_none() -> None:
+    with pytest.raises(PrivacyRefusal, match="'person' does not"):
+        entry(1, unit="person")
 
 
 def test_show_in_json(crossward: Command, folder: Path) -> None:

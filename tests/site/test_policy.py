@@ -23,6 +23,7 @@ KINDS = {
     "max_epsilon": float,
     "max_delta": float,
     "min_noise": float,
+    "smallest_unit": str,
 }
 LEAST = {"minimum_cell": 0, "minimum_sites": 2, "max_epsilon": 0, "max_delta": 0, "min_noise": 0}
 
@@ -82,6 +83,8 @@ def test_the_environment_goes_before_the_kit_where_it_says_something() -> None:
         ("max_epsilon", None),
         ("max_delta", "1e-5"),
         ("min_noise", -0.1),
+        ("smallest_unit", "person"),
+        ("smallest_unit", ["image"]),
         ("data_root", None),
         ("data_root", ["/data"]),
         ("data_root", 7),
@@ -95,7 +98,15 @@ def test_a_setting_that_is_not_understood_allows_nothing(name: str, value: Any) 
     assert caught.value.code is Code.POLICY
 
 
-VALUES = st.none() | st.booleans() | st.integers(-3, 30) | st.floats() | st.text(max_size=3) | st.lists(st.text())
+VALUES = (
+    st.sampled_from(["image", "patient", "site"])
+    | st.none()
+    | st.booleans()
+    | st.integers(-3, 30)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.text())
+)
 
 
 @given(st.dictionaries(st.sampled_from([*KINDS, "other"]) | st.text(max_size=5), VALUES))
@@ -103,6 +114,8 @@ def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]
     def of_kind(name: str, value: Any) -> bool:
         if KINDS[name] is float:
             return type(value) in (int, float) and 0 <= value < math.inf
+        if name == "smallest_unit" and value not in ("image", "patient", "site"):
+            return False
         return type(value) is KINDS[name] and (name not in LEAST or value >= LEAST[name])
 
     understood = all(name in KINDS and of_kind(name, value) for name, value in properties.items())

@@ -19,7 +19,7 @@ from crossward.federation.contract import Payload
 from crossward.privacy.dp.accounting import epsilon
 from crossward.privacy.dp.ledger import Ledger, key_of
 from crossward.privacy.dp.lines import Entry
-from crossward.privacy.dp.settings import Privacy
+from crossward.privacy.dp.settings import Privacy, Unit
 from crossward.privacy.dp.signing import verifier
 from crossward.privacy.secagg.throwaway import Authority
 from crossward.site import messages, participant
@@ -127,9 +127,40 @@ def test_a_job_that_asks_for_less_protection_is_refused_with_the_sites_rule(
 
 
 def test_a_job_within_the_rules_joins(made: Any) -> None:
-    assert made(PRIVATE, max_epsilon=4.0, max_delta=1e-5, min_noise=3.0).answer(JOIN, addressed(PRIVATE)) == {
+    assert made(PRIVATE, max_epsilon=4.0, max_delta=1e-5, min_noise=1.0).answer(JOIN, addressed(PRIVATE)) == {
         "code": OK
     }
+
+
+def test_noise_that_is_worked_out_from_epsilon_is_held_against_the_rule_too(made: Any, tmp_path: Path) -> None:
+    answer = made(PRIVATE, max_epsilon=4.0, min_noise=3.0).answer(TRAIN, to_train(PRIVATE))
+    code, numbers = refused(answer)
+    assert (code, numbers["allowed"]) == (Code.LITTLE_NOISE, 3.0)
+    assert 0.5 < numbers["noise"] < 3.0
+    assert not (tmp_path / "state" / "ledger").exists()
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("unit", "rule", "joins"),
+    [
+        ("image", {"max_epsilon": 4.0}, False),
+        ("image", {"min_noise": 0.1}, False),
+        ("patient", {"max_epsilon": 4.0, "smallest_unit": "site"}, False),
+        ("image", {"max_epsilon": 4.0, "smallest_unit": "image"}, True),
+        ("image", {}, True),
+        ("site", {"max_epsilon": 4.0}, True),
+    ],
+)
+def test_a_job_that_protects_less_than_a_patient_is_refused_unless_the_site_allows_it(
+    made: Any, unit: Unit, rule: dict[str, Any], joins: bool
+) -> None:
+    study = OPEN.private(Privacy(epsilon=4.0, unit=unit))
+    code = Code(made(study, **rule).answer(JOIN, addressed(study))["code"])
+    # Those that pass this rule go on to the images, which cannot be read here.
+    assert (code is Code.SMALL_UNIT) != joins
+    if not joins:
+        assert "smallest_unit in the site's local/privacy.json" in words(code, {})
 
 
 @pytest.mark.usefixtures("unread")

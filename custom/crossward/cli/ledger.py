@@ -21,6 +21,7 @@ from crossward.federation.storage import atomic_file
 from crossward.privacy.dp.accounting import Budget
 from crossward.privacy.dp.ledger import FILE, Ledger, anchor_of, cost, key_of, name_of
 from crossward.privacy.dp.lines import Entry, Line
+from crossward.privacy.dp.settings import STRENGTH
 from crossward.privacy.dp.signing import verifier
 
 _MILLION = 1e6
@@ -91,7 +92,8 @@ def show(
             "spent": spent,
             "budget": asdict(budget),
             "left": max(budget.epsilon - spent, 0.0),
-            "meaning": _meaning(spent, budget.delta),
+            "unit": _weakest(rows),
+            "meaning": _meaning(spent, budget.delta, _weakest(rows)),
             "entries": rows,
         }
         typer.echo(json.dumps(facts, indent=2))
@@ -99,7 +101,7 @@ def show(
     console = Console(highlight=False, markup=False)
     console.print(_table(found.name, rows))
     console.print(_balance(spent, budget), soft_wrap=True)
-    for sentence in _meaning(spent, budget.delta):
+    for sentence in _meaning(spent, budget.delta, _weakest(rows)):
         console.print(sentence, soft_wrap=True)
     if plot is not None:
         console.print(f"Plot: {plot}", soft_wrap=True)
@@ -151,7 +153,10 @@ def _rows(found: _Found, delta: float) -> list[dict[str, Any]]:
             after = cost(entries[: first + count], delta=delta)
             rows += [
                 {
-                    **{name: getattr(entry, name) for name in ("number", "time", "run", "round", "what", "split")},
+                    **{
+                        name: getattr(entry, name)
+                        for name in ("number", "time", "run", "round", "what", "split", "unit")
+                    },
                     **asdict(entry.spending),
                     "epsilon": after,
                     "signer": signer,
@@ -164,12 +169,12 @@ def _rows(found: _Found, delta: float) -> list[dict[str, Any]]:
 
 def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=f"Privacy ledger of {name}", title_justify="left", expand=False)
-    for heading in ("run", "round", "what", "patients", "noise", "rate", "steps", "epsilon after"):
-        table.add_column(heading, justify="left" if heading in ("run", "what", "patients") else "right")
+    for heading in ("run", "round", "what", "part", "hides", "noise", "rate", "steps", "epsilon after"):
+        table.add_column(heading, justify="left" if heading in ("run", "what", "part", "hides") else "right")
     for row in rows:
         shown = f"{row['epsilon']:.3f}"
         figures = (f"{row['noise']:g}", f"{row['rate']:.4g}", str(row["steps"]), shown)
-        table.add_row(row["run"], str(row["round"]), row["what"], row["part"], *figures)
+        table.add_row(row["run"], str(row["round"]), row["what"], row["part"], row["unit"], *figures)
     return table
 
 
@@ -188,15 +193,33 @@ def _balance(spent: float, budget: Budget) -> str:
     return f"Spent: epsilon {spent:.2f} of {budget.epsilon:g} at delta {budget.delta:g}; {rest}."
 
 
-def _meaning(spent: float, delta: float) -> list[str]:
+def _weakest(rows: Sequence[dict[str, Any]]) -> str:
+    """Whose presence all entries together hide: what hides a patient hides an image, but not the other way round."""
+    return str(min((row["unit"] for row in rows), key=STRENGTH.__getitem__))
+
+
+_PRESENCE = {
+    "image": (
+        "one given image was among those trained on",
+        "A study here protected single images: a patient with several of them is protected less than the figure says.",
+    ),
+    "patient": (
+        "one given patient was among those trained on",
+        "A patient counts with all images. No figure here hides that this site took part.",
+    ),
+    "site": ("this site's data were trained on at all", "That holds for each of its patients, too."),
+}
+
+
+def _meaning(spent: float, delta: float, unit: str) -> list[str]:
     """What the figures say, for somebody who answers for patients' privacy."""
     factor = math.exp(spent) if spent < math.log(_MILLION) else _MILLION
     much = f"{factor:,.2f}" if factor < _MILLION else "more than a million"
+    presence, beside = _PRESENCE[unit]
     return [
-        f"Epsilon: whoever sees everything that left this site so far, and knows all other patients, can multiply the "
-        f"odds that one given patient was among those trained on by {much} at most. 0 would tell nothing; it only "
-        "grows, over all runs on this data, and the site stops by itself before a budget is passed.",
+        f"Epsilon: whoever sees everything that left this site so far, and knows all other data, can multiply the odds "
+        f"that {presence} by {much} at most. 0 would tell nothing; it only grows, over all runs on this data, and the "
+        "site stops by itself before a budget is passed.",
         f"Delta: the chance that this promise fails; {delta:g} is 1 in {1 / delta:,.0f}.",
-        "Where a study protects single images, read 'image' for 'patient': a patient with many images is then "
-        "protected less.",
+        beside,
     ]

@@ -16,6 +16,7 @@ from nvflare.lighter.spec import Builder
 
 from crossward.federation.errors import BadInput
 from crossward.flare import names
+from crossward.privacy.dp.settings import STRENGTH
 
 STORAGE: Final = "storage"
 """Folder of the server's kit that keeps jobs and snapshots."""
@@ -34,6 +35,7 @@ PROPERTIES: Final[Mapping[str, Any]] = {
     "max_epsilon": 0.0,
     "max_delta": 1e-5,
     "min_noise": 0.0,
+    "smallest_unit": "patient",
 }
 """What a hospital's entry in project.yml may say about its scope, and what holds where it says nothing."""
 
@@ -193,6 +195,8 @@ def _properties(client: Participant) -> dict[str, Any]:
         value = found[key] = _number(found[key])
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
             raise BadInput(f"{client.name}: {key} '{value}' is not a number from 0, below {most:g}")
+    if found["smallest_unit"] not in STRENGTH:
+        raise BadInput(f"{client.name}: smallest_unit is {', '.join(STRENGTH)}, not '{found['smallest_unit']}'")
     return found
 
 

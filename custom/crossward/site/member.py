@@ -165,8 +165,10 @@ class Member:
         except BadInput as error:
             raise Refusal(Code.DATA_CHANGED) from error
         book = self._book(run, credentials) if study.privacy and credentials else None
-        self._participant = study.participant(cohort.sites[self.name], folder, device=Device.best(), book=book)
-        self._run = run
+        participant = study.participant(cohort.sites[self.name], folder, device=Device.best(), book=book)
+        if participant.protection is not None:
+            self._policy.check_noise(participant.protection.noise)
+        self._participant, self._run = participant, run
         if study.masking is not None and credentials is not None:
             self._release = Release(
                 self._participant,

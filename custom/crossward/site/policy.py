@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crossward.privacy.dp.accounting import Budget
-from crossward.privacy.dp.settings import Privacy
+from crossward.privacy.dp.settings import STRENGTH, Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.troubles import Code, Refusal
 
@@ -23,6 +23,7 @@ _KINDS: dict[str, type] = {
     "max_epsilon": float,
     "max_delta": float,
     "min_noise": float,
+    "smallest_unit": str,
 }
 _PATHS = ("data_root", "state_root")
 
@@ -41,7 +42,8 @@ class Policy:
         max_epsilon: of all jobs together; a job must use differential privacy where this is above 0, and no job can
             turn it off.
         max_delta: of a job.
-        min_noise: of a job that names its noise instead of epsilon.
+        min_noise: of a job, named by it or worked out here from its epsilon.
+        smallest_unit: what a job under differential privacy must protect at least: an image, a patient or the site.
     """
 
     data_root: Path | None
@@ -53,6 +55,7 @@ class Policy:
     max_epsilon: float = 0.0
     max_delta: float = 1e-5
     min_noise: float = 0.0
+    smallest_unit: str = "patient"
 
     @property
     def budget(self) -> Budget | None:
@@ -82,6 +85,8 @@ class Policy:
             if type(value) is float and not 0 <= value < math.inf:
                 raise Refusal(Code.POLICY)
         if properties.get("minimum_cell", 0) < 0 or properties.get("minimum_sites", 2) < 2:
+            raise Refusal(Code.POLICY)
+        if properties.get("smallest_unit", "patient") not in STRENGTH:
             raise Refusal(Code.POLICY)
         named = data or properties.get("data_root") or None
         return cls(
@@ -118,8 +123,20 @@ class Policy:
             raise Refusal(Code.WEAK_PRIVACY, epsilon=privacy.epsilon, allowed=self.max_epsilon)
         if self.max_epsilon and privacy.delta > self.max_delta:
             raise Refusal(Code.LARGE_DELTA, delta=privacy.delta, allowed=self.max_delta)
-        if privacy.noise is not None and privacy.noise < self.min_noise:
-            raise Refusal(Code.LITTLE_NOISE, noise=privacy.noise, allowed=self.min_noise)
+        if (self.max_epsilon or self.min_noise) and STRENGTH[privacy.unit] < STRENGTH[self.smallest_unit]:
+            raise Refusal(Code.SMALL_UNIT)
+        if privacy.noise is not None:
+            self.check_noise(privacy.noise)
+
+    def check_noise(self, noise: float) -> None:
+        """Hold noise against what this site demands, once it is known.
+
+        Raises:
+            Refusal: it is less.
+        """
+        # Not "less than": what is no number must not pass.
+        if not noise >= self.min_noise:
+            raise Refusal(Code.LITTLE_NOISE, noise=noise, allowed=self.min_noise)
 
     def publishes(self, n_test: float) -> bool:
         """Whether scores on so many test images may leave."""

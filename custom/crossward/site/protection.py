@@ -19,7 +19,7 @@ from crossward.federation.storage import atomic_file, private_folder
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Context, Method, Model
 from crossward.privacy.dp.accounting import Budget, Part, Spending
-from crossward.privacy.dp.ledger import BudgetSpent, Ledger, cost, key_of
+from crossward.privacy.dp.ledger import BudgetSpent, Ledger, check_budget, key_of
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
@@ -98,9 +98,11 @@ class Protection(ABC):
 
     Attributes:
         units: how many patients or images there are to train on, or 1 for the site as a whole.
+        noise: of what trains the model, as a multiple of what one unit adds to it at most.
     """
 
     units: int
+    noise: float
 
     def __init__(
         self,
@@ -163,7 +165,14 @@ class Protection(ABC):
         """Write down what is about to be spent: within what the run may, and what the site lets all runs together."""
         book, delta = self._book, self._privacy.delta
         entries = [
-            Entry(run=book.run, round=round_number, what=what, spending=spending, split=self._split)
+            Entry(
+                run=book.run,
+                round=round_number,
+                what=what,
+                spending=spending,
+                split=self._split,
+                unit=self._privacy.unit,
+            )
             for what, spending in spendings.items()
         ]
         try:
@@ -179,11 +188,7 @@ class Protection(ABC):
             return
         own, run = Budget(self._privacy.epsilon, self._privacy.delta), self._book.run
         before = [entry for entry in self._book.ledger.entries() if entry.run == run]
-        asked = cost([*before, *entries], delta=own.delta)
-        # Not "greater than": an answer that is no number must not pass.
-        if not asked <= own.epsilon:
-            spent = cost(before, delta=own.delta)
-            raise BudgetSpent(site=self._data.name, budget=own, spent=spent, asked=asked, entry=entries[0])
+        check_budget(before, entries, budget=own, site=self._data.name)
 
 
 def _split_of(data: SiteData) -> str:

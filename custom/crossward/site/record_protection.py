@@ -77,6 +77,7 @@ class RecordProtection(Protection):
         super().__init__(data, privacy, training, **options)
         self.units = len(set(data.train.patients)) if privacy.unit == "patient" else len(data.train)
         self.prices = prices_of(privacy, training, units=self.units, rounds=self._rounds, releases=self._releases)
+        self.noise = self.prices.step
         self._sampler = PatientSampler(
             data.train.patients,
             rate=self.prices.rate,

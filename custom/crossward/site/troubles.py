@@ -59,6 +59,7 @@ class Code(IntEnum):
     NOT_DECLARED = 51
     LEDGER = 60
     NOT_PRIVATE = 61
+    SMALL_UNIT = 62
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,9 @@ _WORDS: dict[Code, _Words] = {
         ("delta", "allowed"),
     ),
     Code.LITTLE_NOISE: _Words(
-        "the job's noise multiplier is {noise:g}, and the site's policy wants at least {allowed:g}",
-        "Export the job with a larger --dp-noise; the rule is min_noise in the site's local/privacy.json",
+        "the job's noise multiplier at this site is {noise:.3g}, and the site's policy wants at least {allowed:g}",
+        "Export the job with a larger --dp-noise or a smaller --dp; the rule is min_noise in the site's "
+        "local/privacy.json",
         ("noise", "allowed"),
     ),
     Code.BUDGET: _Words(
@@ -194,6 +196,11 @@ _WORDS: dict[Code, _Words] = {
     Code.NOT_PRIVATE: _Words(
         "the site cannot train this job under differential privacy",
         f"Choose a method, head and net whose loss and layers keep images apart. {_SITE_LOG}",
+    ),
+    Code.SMALL_UNIT: _Words(
+        "the job protects less than the site's policy wants: single images where it says patients, or patients where "
+        "it says the site",
+        "Export the job with another --dp-unit; the rule is smallest_unit in the site's local/privacy.json",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",

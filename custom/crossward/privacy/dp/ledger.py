@@ -19,7 +19,7 @@ from pathlib import Path
 
 from crossward.federation.errors import PrivacyRefusal
 from crossward.federation.storage import atomic_file
-from crossward.privacy.dp.accounting import Budget, Spending, epsilon
+from crossward.privacy.dp.accounting import Budget, Spending, epsilon, stays_within
 from crossward.privacy.dp.ledger_files import append, locked, make_folder, settle
 from crossward.privacy.dp.lines import Anchor, Damaged, Entry, Line, first_hash, read_anchor, read_lines, write_anchor
 from crossward.privacy.dp.lines import write_line as line_of
@@ -141,11 +141,7 @@ class Ledger:
         with self._held(writing=True):
             state = self._checked()
             before = _entries(state.lines)
-            asked = cost([*before, *entries], delta=budget.delta)
-            # Not "greater than": an answer that is no number must not pass.
-            if not asked <= budget.epsilon:
-                spent = cost(before, delta=budget.delta)
-                raise BudgetSpent(site=self._name, budget=budget, spent=spent, asked=asked, entry=entries[0])
+            check_budget(before, entries, budget=budget, site=self._name)
             self._write(state, entries, budget)
 
     def _held(self, *, writing: bool) -> AbstractContextManager[None]:
@@ -238,11 +234,28 @@ def cost(entries: Sequence[Entry], *, delta: float) -> float:
     Parts count side by side only where all entries divide the patients alike. Otherwise a patient may have been in
     each of them, and everything adds up.
     """
+    return epsilon(_spendings(entries), delta=delta)
+
+
+def check_budget(before: Sequence[Entry], asked: Sequence[Entry], *, budget: Budget, site: str) -> None:
+    """Hold what was spent and what is asked for against a budget.
+
+    Raises:
+        BudgetSpent: it would pass the budget.
+        PrivacyRefusal: the cost cannot be worked out.
+    """
+    together = [*before, *asked]
+    if not stays_within(_spendings(together), budget):
+        spent, more = (cost(entries, delta=budget.delta) for entries in (before, together))
+        raise BudgetSpent(site=site, budget=budget, spent=spent, asked=more, entry=asked[0])
+
+
+def _spendings(entries: Sequence[Entry]) -> list[Spending]:
     splits = {(each.split or None, None if each.split else each.run) for each in entries}
     spendings = [each.spending for each in entries]
     if len(splits) > 1:
         spendings = [Spending(each.noise, each.rate, each.steps) for each in spendings]
-    return epsilon(spendings, delta=delta)
+    return spendings
 
 
 def anchor_of(folder: Path, anchor: Path | None = None) -> Path:

@@ -13,8 +13,10 @@ from typing import Any
 
 from crossward.federation.errors import CrosswardError, PrivacyRefusal
 from crossward.privacy.dp.accounting import Budget, Spending
+from crossward.privacy.dp.settings import STRENGTH
 from crossward.privacy.dp.signing import Verify
 
+_SAID = ("run", "round", "what", "split", "unit")
 _LINE, _ANCHOR = "crossward ledger line 1", "crossward ledger anchor 1"
 
 
@@ -32,6 +34,7 @@ class Entry:
         what: "steps", or a release's name.
         spending: what it costs.
         split: which division of the patients into parts it was; the run's own where nothing is said.
+        unit: whose presence it hides: an image's, a patient's or a whole site's.
         number: of the entry in its ledger, from 1.
         previous: hash of the line before the entry's.
         time: when it was reserved, UTC.
@@ -42,6 +45,7 @@ class Entry:
     what: str
     spending: Spending
     split: str = ""
+    unit: str = "patient"
     number: int = 0
     previous: str = ""
     time: str = ""
@@ -49,6 +53,8 @@ class Entry:
     def __post_init__(self) -> None:
         if not all(type(text) is str for text in (self.run, self.what, self.split)) or type(self.round) is not int:
             raise PrivacyRefusal("an entry of a ledger names its run, its round, what it is and its split")
+        if self.unit not in STRENGTH:
+            raise PrivacyRefusal(f"an entry of a ledger says whose presence it hides, which '{self.unit}' does not")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +111,7 @@ def write_line(
         "time": time,
         "signer": signer,
         "budget": asdict(budget),
-        "entries": [
-            {"run": each.run, "round": each.round, "what": each.what, "split": each.split, **asdict(each.spending)}
-            for each in entries
-        ],
+        "entries": [{**{field: getattr(each, field) for field in _SAID}, **asdict(each.spending)} for each in entries],
     }
     return _signed(_LINE, body, sign) + b"\n"
 
@@ -172,7 +175,7 @@ def read_anchor(content: bytes, *, name: str, verify: Verify) -> Anchor:
 
 def _entry(values: Mapping[str, Any]) -> Entry:
     spending = Spending(**{field: values[field] for field in ("noise", "rate", "steps", "part")})
-    return Entry(**{field: values[field] for field in ("run", "round", "what", "split")}, spending=spending)
+    return Entry(**{field: values[field] for field in _SAID}, spending=spending)
 
 
 def _signed(kind: str, body: Mapping[str, Any], sign: Callable[[bytes], bytes]) -> bytes:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from crossward.federation.errors import BadInput
 
 Unit = Literal["patient", "image", "site"]
+STRENGTH: Mapping[str, int] = {"image": 0, "patient": 1, "site": 2}
+"""Units in order: what hides a patient hides each of the patient's images, and what hides a site hides its patients."""
 
 
 @dataclass(frozen=True, kw_only=True)
