@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
 from tests.site.made_up_sites import (
     CPU,
     cohort_of,
@@ -31,7 +33,7 @@ from crossward.privacy.dp.ledger import BudgetSpent
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
-from crossward.site.inprocess import simulate
+from crossward.site.inprocess import Event, simulate
 from crossward.site.participant import Participant
 from crossward.site.protection import LedgerRefused, NotPrivate, own_book
 from crossward.site.record_protection import prices_of
@@ -360,3 +362,30 @@ def test_a_restart_between_rounds_costs_nothing(runs: Any, tmp_path: Path) -> No
     whole = runs(study, cohort, "whole")
     assert resumed["privacy"]["epsilon"] == whole["privacy"]["epsilon"]
     assert tensors_on_disk(tmp_path / "stopped").keys() == tensors_on_disk(tmp_path / "whole").keys()
+
+
+def test_thirty_rounds_with_a_restart_cost_what_an_undisturbed_run_does_and_what_another_library_says(
+    tmp_path: Path,
+) -> None:
+    study, cohort = private_study(rounds=30, dp=Privacy(epsilon=4.0)), made_up_cohort(("alder", "birch"))
+
+    def stop(event: Event) -> None:
+        if event.kind == "aggregated" and event.round_number == 15:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(cohort, study, tmp_path / "restarted", jobs=1, listen=stop)
+    runs = [
+        simulate(cohort, study, tmp_path / folder, resume=resume, jobs=1)
+        for folder, resume in (("restarted", True), ("undisturbed", False))
+    ]
+    spent = [run["privacy"]["epsilon"] for run in runs]
+    assert spent[0] == spent[1]
+    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    ledger = own_book(tmp_path / "restarted" / "sites" / NAME, site=NAME, run="run").ledger
+    steps = [each.spending for each in ledger.entries() if each.what == "steps"]
+    assert len(steps) == 30
+    for each in steps:
+        accountant.compose(PoissonSampledDpEvent(each.rate, GaussianDpEvent(each.noise)), each.steps)
+    assert spent[0][NAME] == pytest.approx(accountant.get_epsilon(1e-5), rel=0.02)
+    assert 3.9 < spent[0][NAME] <= 4.0
