@@ -10,7 +10,7 @@ from PIL import Image
 
 from crossward.cli.bench_epsilon import LARGER, averages, table, with_settings
 from crossward.cli.bench_table import BASELINE
-from crossward.evaluate.epsilon_plot import epsilon_picture
+from crossward.evaluate.epsilon_plot import Panel, epsilon_picture
 from tests.cli.conftest import Command
 from tests.cli.test_bad_input import one_line
 from tests.site.packs import write_packs
@@ -99,11 +99,11 @@ def test_bad_input_is_refused_before_any_image_is_read(
     )
 
 
-def test_another_curve_is_another_picture() -> None:
-    def picture(value: float) -> bytes:
-        return epsilon_picture(
-            {"fedavg": {"1": [0.5, 0.6], "none": [value]}, "f2dc": {"1": [], "none": [0.9]}}, metric="auc"
-        )
+def test_every_metric_has_a_panel_and_another_curve_is_another_picture() -> None:
+    def picture(value: float, metrics: int = 1) -> bytes:
+        curves = {"fedavg": {"1": [0.5, 0.6], "none": [value]}, "f2dc": {"1": [], "none": [0.9]}}
+        return epsilon_picture([Panel("auc", curves, 0.5)] * metrics)
 
-    assert Image.open(io.BytesIO(picture(0.7))).size == (960, 552)
+    sizes = [Image.open(io.BytesIO(picture(0.7, metrics))).size for metrics in (1, 2)]
+    assert sizes == [(696, 528), (1224, 528)]
     assert picture(0.7) == picture(0.7) != picture(0.8)

@@ -17,7 +17,7 @@ from crossward.cli.bench_show import show_tables
 from crossward.cli.bench_table import BASELINE, Cells, Result
 from crossward.cli.bench_variants import Variant, parse_variants
 from crossward.cli.study_options import check_folder, parse_names
-from crossward.evaluate.epsilon_plot import epsilon_picture
+from crossward.evaluate.epsilon_plot import Panel, epsilon_picture
 from crossward.evaluate.metrics import across_domains
 from crossward.federation.errors import BadInput
 from crossward.federation.storage import atomic_file
@@ -50,7 +50,7 @@ def epsilon(
         str, typer.Option(help="accuracy, balanced_accuracy or auc; several with commas.")
     ] = "accuracy,auc",
     jobs: Jobs = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the first metric against epsilon into this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the metrics against epsilon into this PNG.")] = None,
     as_json: AsJson = False,
     markdown: AsMarkdown = False,
 ) -> None:
@@ -80,16 +80,17 @@ def epsilon(
     cells = bench_table.run(sweep)
     found = {name: {column: cells[variant.text] for column, variant in row.items()} for name, row in grid.items()}
     if plot is not None:
-        curves = {
-            name: {column: averages(runs, metrics[0]) for column, runs in row.items()} for name, row in found.items()
-        }
-        ground = statistics.fmean(_ignoring(next(iter(cells.values()))[0], metrics[0]))
         with atomic_file(plot) as stream:
-            stream.write(epsilon_picture(curves, metric=metrics[0], ground=ground))
+            stream.write(epsilon_picture([_panel(found, cells[BASELINE][0], name) for name in metrics]))
     tables = {name: table(found, cells, metric=name) for name in metrics}
     show_tables(tables, title="by epsilon, average of the sites", seeds=seeds, as_json=as_json, markdown=markdown)
     if plot is not None:
         typer.echo(f"Plot: {plot}", err=True)
+
+
+def _panel(found: Mapping[str, Mapping[str, Sequence[Result]]], linear: Result, metric: str) -> Panel:
+    curves = {name: {column: averages(runs, metric) for column, runs in row.items()} for name, row in found.items()}
+    return Panel(metric, curves, statistics.fmean(_ignoring(linear, metric)))
 
 
 def _row(name: str, epsilons: str, settings: str) -> dict[str, Variant]:
