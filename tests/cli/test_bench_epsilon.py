@@ -30,7 +30,7 @@ def run(**accuracies: float | None) -> dict[str, Any]:
     ],
 )
 def test_settings_are_put_into_the_brackets(text: str, expected: str) -> None:
-    assert with_settings(text, "dp=8;lr=1") == expected
+    assert with_settings(text, {"dp": "8", "lr": "1"}) == expected
 
 
 def test_averages_leave_out_what_is_undefined() -> None:
@@ -56,7 +56,7 @@ def test_the_command_runs_the_grid_draws_it_and_reads_it_again(crossward: Comman
         "--epsilons",
         "8,none",
         "--settings",
-        "batch=64;epochs=1;width=0.05",
+        "batch=64;epochs=1;width=0.05,fedavg:batch=48",
     )
     done = crossward(*base, *asked, "--plot", tmp_path / "epsilon.png", "--metric", "auc,accuracy", "--json")
     assert done.code == 0, done.err
@@ -70,7 +70,7 @@ def test_the_command_runs_the_grid_draws_it_and_reads_it_again(crossward: Comman
         described = json.loads((tmp_path / "cells" / name / "run.json").read_text())["options"]
         assert (described["privacy"] is not None) == (name in private)
         assert described["task"]["width"] == (0.05 if name in private else 0.25)
-        assert described["training"]["batch_size"] == (64 if name in private else 32)
+        assert described["training"]["batch_size"] == ((48 if "fedavg" in name else 64) if name in private else 32)
     with Image.open(tmp_path / "epsilon.png") as picture:
         assert picture.format == "PNG"
     again = crossward(*base, *asked, "--metric", "auc,accuracy", "--json")
@@ -88,6 +88,8 @@ def test_the_command_runs_the_grid_draws_it_and_reads_it_again(crossward: Comman
         (("--epsilons", ","), "names none"),
         (("--methods", "fedavgg"), "did you mean"),
         (("--settings", "breadth=1"), "breadth"),
+        (("--settings", "lr=1,f2d:lr=2"), "'f2d' is none of the methods"),
+        (("--methods", "fedavg[dp=8]"), "an epsilon or noise of its own"),
         (("--metric", "f1"), "f1"),
     ],
 )

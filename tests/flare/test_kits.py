@@ -180,7 +180,7 @@ def test_every_result_of_a_site_passes_the_gate(kits: Path) -> None:
                         "max_epsilon": 0,
                         "max_delta": 1e-5,
                         "min_noise": 0.0,
-                        "smallest_unit": "patient",
+                        "privacy_unit": "patient",
                     },
                     "task_data_filters": [],
                     "task_result_filters": [{"path": names.GATE, "args": {}}],

@@ -25,8 +25,8 @@ def ledger_in(folder: Path, *, signer: Signer | None = None, name: str = NAME, *
 
 
 def entry(round_number: int, *, noise: float = NOISE, run: str = "first", what: str = "steps", **more: Any) -> Entry:
-    part = more.pop("part", "train")
-    return Entry(run=run, round=round_number, what=what, spending=Spending(noise, 1.0, 1, part), **more)
+    part, unit = more.pop("part", "train"), more.pop("unit", "patient")
+    return Entry(run=run, round=round_number, what=what, spending=Spending(noise, 1.0, 1, part), unit=unit, **more)
 
 
 def filled(folder: Path, lines: int) -> Ledger:

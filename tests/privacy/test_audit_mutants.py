@@ -156,9 +156,9 @@ def test_a_round_that_nobody_paid_for() -> None:
     """Noticed by the check of the ledger; tests/cli/test_audit.py skips a reservation in a real run."""
 
     def steps(number: int, count: int, **more: Any) -> Entry:
-        return Entry(run="run", round=number, what="steps", spending=Spending(1.0, 0.1, count), **more)
+        return Entry(run="run", round=number, what="steps", unit="patient", spending=Spending(1.0, 0.1, count), **more)
 
-    release = Entry(run="run", round=2, what="release", spending=Spending(1.0, 1.0, 6))
+    release = Entry(run="run", round=2, what="release", unit="patient", spending=Spending(1.0, 1.0, 6))
     whole = [steps(1, 6), steps(2, 6), release]
     assert check_ledger(whole, rounds=[1, 2], steps=6).passed
     # A crash counts as spent, and is paid for twice.

@@ -17,7 +17,7 @@ from opacus.accountants import PRVAccountant
 from crossward.federation.errors import PrivacyRefusal, StorageFailure
 from crossward.privacy.dp import accounting
 from crossward.privacy.dp.accounting import Budget, Spending, epsilon
-from crossward.privacy.dp.ledger import FILE, BudgetSpent, Ledger, anchor_of, key_of
+from crossward.privacy.dp.ledger import FILE, BudgetSpent, Ledger, OtherUnit, anchor_of, key_of
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.signing import certificate_signer, local_signer, verifier
 from crossward.privacy.secagg.identity import Identity
@@ -42,7 +42,10 @@ def test_what_was_reserved_is_read_back(folder: Path) -> None:
     assert not folder.exists(), "reading makes nothing"
     first = [entry(1), entry(1, what="validation", part="val", noise=12.5)]
     ledger.reserve(first, budget=BUDGET)
-    ledger.reserve([Entry(run="zweiter Lauf", round=1, what="steps", spending=Spending(1.1, 0.032, 31))], budget=BUDGET)
+    ledger.reserve(
+        [Entry(run="zweiter Lauf", round=1, what="steps", unit="patient", spending=Spending(1.1, 0.032, 31))],
+        budget=BUDGET,
+    )
     found = ledger_in(folder).entries()
     assert [each.number for each in found] == [1, 2, 3]
     assert [each.spending for each in found] == [*(each.spending for each in first), Spending(1.1, 0.032, 31)]
@@ -122,6 +125,26 @@ def test_a_budget_is_kept_to_and_what_would_pass_it_leaves_no_trace(folder: Path
         ledger.reserve([entry(4)], budget=budget)
 
 
+@pytest.mark.parametrize(("first", "second"), [("patient", "site"), ("site", "patient"), ("patient", "image")])
+def test_units_are_never_added_up(folder: Path, first: str, second: str) -> None:
+    ledger = ledger_in(folder)
+    ledger.reserve([entry(1, unit=first)], budget=BUDGET)
+    with pytest.raises(OtherUnit, match=f"hides a {first}, and this hides a {second}"):
+        ledger.reserve([entry(2, unit=second)], budget=Budget(1e6, DELTA))
+    with pytest.raises(OtherUnit):
+        ledger.reserve([entry(2, unit=first), entry(2, unit=second)], budget=BUDGET)
+    ledger.reserve([entry(2, unit=first)], budget=BUDGET)
+    assert [each.unit for each in ledger.entries()] == [first, first]
+
+
+def test_what_nobody_could_work_out_later_is_not_written_down(folder: Path) -> None:
+    # A quick bound gives epsilon 5 for it, which is within the budget.
+    asked = Entry(run="a", round=1, what="steps", unit="patient", spending=Spending(300.0, 0.01, 10**9))
+    with pytest.raises(PrivacyRefusal, match="too much to work out"):
+        ledger_in(folder).reserve([asked], budget=BUDGET)
+    assert ledger_in(folder).entries() == ()
+
+
 def test_a_step_without_noise_passes_no_budget(folder: Path) -> None:
     with pytest.raises(BudgetSpent, match="would be inf"):
         ledger_in(folder).reserve([entry(1, noise=0.0)], budget=Budget(1e12, DELTA))
@@ -137,7 +160,7 @@ def test_without_a_figure_nothing_is_reserved(folder: Path, monkeypatch: pytest.
             raise answer
         return float(answer)
 
-    asked = Entry(run="a", round=2, what="steps", spending=Spending(1.3, 0.0321, 9))
+    asked = Entry(run="a", round=2, what="steps", unit="patient", spending=Spending(1.3, 0.0321, 9))
     # What it costs by the tight bound: the quick one, which does not fail, is above that.
     together = [each.spending for each in (*ledger.entries(), asked)]
     budget = Budget(epsilon(together, delta=DELTA), DELTA)

@@ -23,7 +23,7 @@ KINDS = {
     "max_epsilon": float,
     "max_delta": float,
     "min_noise": float,
-    "smallest_unit": str,
+    "privacy_unit": str,
 }
 LEAST = {"minimum_cell": 0, "minimum_sites": 2, "max_epsilon": 0, "max_delta": 0, "min_noise": 0}
 
@@ -83,8 +83,8 @@ def test_the_environment_goes_before_the_kit_where_it_says_something() -> None:
         ("max_epsilon", None),
         ("max_delta", "1e-5"),
         ("min_noise", -0.1),
-        ("smallest_unit", "person"),
-        ("smallest_unit", ["image"]),
+        ("privacy_unit", "person"),
+        ("privacy_unit", ["image"]),
         ("data_root", None),
         ("data_root", ["/data"]),
         ("data_root", 7),
@@ -114,7 +114,7 @@ def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]
     def of_kind(name: str, value: Any) -> bool:
         if KINDS[name] is float:
             return type(value) in (int, float) and 0 <= value < math.inf
-        if name == "smallest_unit" and value not in ("image", "patient", "site"):
+        if name == "privacy_unit" and value not in ("image", "patient", "site"):
             return False
         return type(value) is KINDS[name] and (name not in LEAST or value >= LEAST[name])
 

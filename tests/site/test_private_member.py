@@ -19,7 +19,7 @@ from crossward.federation.contract import Payload
 from crossward.privacy.dp.accounting import epsilon
 from crossward.privacy.dp.ledger import Ledger, key_of
 from crossward.privacy.dp.lines import Entry
-from crossward.privacy.dp.settings import Privacy, Unit
+from crossward.privacy.dp.settings import UNITS, Privacy, Unit
 from crossward.privacy.dp.signing import verifier
 from crossward.privacy.secagg.throwaway import Authority
 from crossward.site import messages, participant
@@ -134,33 +134,40 @@ def test_a_job_within_the_rules_joins(made: Any) -> None:
 
 def test_noise_that_is_worked_out_from_epsilon_is_held_against_the_rule_too(made: Any, tmp_path: Path) -> None:
     answer = made(PRIVATE, max_epsilon=4.0, min_noise=3.0).answer(TRAIN, to_train(PRIVATE))
-    code, numbers = refused(answer)
-    assert (code, numbers["allowed"]) == (Code.LITTLE_NOISE, 3.0)
-    assert 0.5 < numbers["noise"] < 3.0
+    # Not how much it would be: it says how many patients there are.
+    assert refused(answer) == (Code.LARGE_EPSILON, {"allowed": 3.0})
     assert not (tmp_path / "state" / "ledger").exists()
 
 
 @pytest.mark.usefixtures("unread")
-@pytest.mark.parametrize(
-    ("unit", "rule", "joins"),
-    [
-        ("image", {"max_epsilon": 4.0}, False),
-        ("image", {"min_noise": 0.1}, False),
-        ("patient", {"max_epsilon": 4.0, "smallest_unit": "site"}, False),
-        ("image", {"max_epsilon": 4.0, "smallest_unit": "image"}, True),
-        ("image", {}, True),
-        ("site", {"max_epsilon": 4.0}, True),
-    ],
-)
-def test_a_job_that_protects_less_than_a_patient_is_refused_unless_the_site_allows_it(
-    made: Any, unit: Unit, rule: dict[str, Any], joins: bool
-) -> None:
+def test_a_rule_about_noise_is_not_kept_by_a_job_without_any(made: Any) -> None:
+    answer = made(OPEN, min_noise=3.0).answer(JOIN, addressed(OPEN))
+    assert refused(answer) == (Code.LITTLE_NOISE, {"noise": 0.0, "allowed": 3.0})
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("wanted", UNITS)
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_job_that_hides_another_unit_than_the_sites_is_refused(made: Any, unit: Unit, wanted: str) -> None:
     study = OPEN.private(Privacy(epsilon=4.0, unit=unit))
-    code = Code(made(study, **rule).answer(JOIN, addressed(study))["code"])
-    # Those that pass this rule go on to the images, which cannot be read here.
-    assert (code is Code.SMALL_UNIT) != joins
-    if not joins:
-        assert "smallest_unit in the site's local/privacy.json" in words(code, {})
+    code = Code(made(study, privacy_unit=wanted).answer(JOIN, addressed(study))["code"])
+    # What passes goes on to the images, which cannot be read here.
+    assert code is (Code.INTERNAL if unit == wanted else Code.OTHER_UNIT)
+
+
+def test_the_unit_is_a_patient_unless_the_site_says_otherwise(made: Any) -> None:
+    study = OPEN.private(Privacy(epsilon=4.0, unit="image"))
+    assert refused(made(study).answer(JOIN, addressed(study))) == (Code.OTHER_UNIT, {})
+    assert "privacy_unit in the site's local/privacy.json" in words(Code.OTHER_UNIT, {})
+
+
+def test_a_ledger_that_counts_another_unit_is_not_gone_on_with(made: Any) -> None:
+    assert trained(made(), PRIVATE)["code"] == OK
+    study = OPEN.private(Privacy(epsilon=4.0, unit="site"))
+    assert refused(made(study, privacy_unit="site").answer(TRAIN, to_train(study) | {"run": "run-2"})) == (
+        Code.OTHER_UNIT,
+        {},
+    )
 
 
 @pytest.mark.usefixtures("unread")

@@ -15,7 +15,7 @@ from crossward.cli import bench_table
 from crossward.cli.bench_options import AsJson, AsMarkdown, Classes, Jobs, Sites, metrics_of, numbers_of
 from crossward.cli.bench_show import show_tables
 from crossward.cli.bench_table import BASELINE, Cells, Result
-from crossward.cli.bench_variants import Variant, parse_variants
+from crossward.cli.bench_variants import Variant, parse_variant, parse_variants
 from crossward.cli.study_options import check_folder, parse_names
 from crossward.evaluate.epsilon_plot import Panel, epsilon_picture
 from crossward.evaluate.metrics import across_domains
@@ -37,7 +37,8 @@ def epsilon(
     settings: Annotated[
         str,
         typer.Option(
-            help="Settings of the private runs, as batch=256;lr=1;width=0.125: noise wants others than usual."
+            help="Settings of the private runs, as batch=256;lr=0.3: noise wants others than usual. After a comma and "
+            "a method's name those of that method alone, as batch=256;lr=0.3,fdse:lr=1."
         ),
     ] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas.")] = "0",
@@ -63,7 +64,8 @@ def epsilon(
     """
     metrics = metrics_of(metric)
     names = [variant.text for variant in parse_variants(methods or ",".join(n for n in available() if n != "local"))]
-    grid = {name: _row(name, epsilons, settings) for name in names}
+    common, own = _settings(settings, names)
+    grid = {name: _row(name, epsilons, common | own.get(name, {})) for name in names}
     budget = bench_table.budget(preset, rounds=rounds, fraction=fraction)
     check_folder(out)
     sweep = bench_table.Sweep(
@@ -81,19 +83,32 @@ def epsilon(
     found = {name: {column: cells[variant.text] for column, variant in row.items()} for name, row in grid.items()}
     if plot is not None:
         with atomic_file(plot) as stream:
-            stream.write(epsilon_picture([_panel(found, cells[BASELINE][0], name) for name in metrics]))
+            stream.write(epsilon_picture([_panel(found, cells[BASELINE], name) for name in metrics]))
     tables = {name: table(found, cells, metric=name) for name in metrics}
     show_tables(tables, title="by epsilon, average of the sites", seeds=seeds, as_json=as_json, markdown=markdown)
     if plot is not None:
         typer.echo(f"Plot: {plot}", err=True)
 
 
-def _panel(found: Mapping[str, Mapping[str, Sequence[Result]]], linear: Result, metric: str) -> Panel:
+def _panel(found: Mapping[str, Mapping[str, Sequence[Result]]], linear: Sequence[Result], metric: str) -> Panel:
     curves = {name: {column: averages(runs, metric) for column, runs in row.items()} for name, row in found.items()}
     return Panel(metric, curves, statistics.fmean(_ignoring(linear, metric)))
 
 
-def _row(name: str, epsilons: str, settings: str) -> dict[str, Variant]:
+def _settings(text: str, names: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Settings of all methods, and those of single ones, as names and values."""
+    common: dict[str, str] = {}
+    own: dict[str, dict[str, str]] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, colon, rest = part.rpartition(":")
+        if colon and name not in names:
+            raise BadInput(f"--settings: '{name}' is none of the methods; there is: {', '.join(names)}")
+        pairs = [pair.partition("=") for pair in rest.split(";") if pair.strip()]
+        (own.setdefault(name, {}) if colon else common).update((key.strip(), value) for key, _, value in pairs)
+    return common, own
+
+
+def _row(name: str, epsilons: str, settings: Mapping[str, str]) -> dict[str, Variant]:
     """A method's variants, by epsilon as it was given."""
     columns = parse_names(epsilons) or []
     for column in columns:
@@ -101,7 +116,9 @@ def _row(name: str, epsilons: str, settings: str) -> dict[str, Variant]:
             raise BadInput(f"--epsilons: '{column}' is neither a number above 0 nor {NONE}")
     if not columns:
         raise BadInput("--epsilons names none; give some, as 1,2,4,8,none")
-    texts = [name if column == NONE else with_settings(name, f"dp={column};{settings}") for column in columns]
+    if parse_variant(name).privacy is not None:
+        raise BadInput(f"{name} has an epsilon or noise of its own; leave that to --epsilons")
+    texts = [name if column == NONE else with_settings(name, {"dp": column, **settings}) for column in columns]
     return dict(zip(columns, parse_variants(",".join(texts)), strict=True))
 
 
@@ -112,9 +129,10 @@ def _positive(text: str) -> bool:
         return False
 
 
-def with_settings(text: str, settings: str) -> str:
+def with_settings(text: str, settings: Mapping[str, str]) -> str:
     """A variant's text with more settings in its brackets."""
-    return f"{text[:-1]};{settings}]" if text.endswith("]") else f"{text}[{settings}]"
+    pairs = ";".join(f"{name}={value}" for name, value in settings.items())
+    return f"{text[:-1]};{pairs}]" if text.endswith("]") else f"{text}[{pairs}]"
 
 
 def averages(runs: Sequence[Result], metric: str) -> list[float]:
@@ -127,7 +145,7 @@ def table(found: Mapping[str, Mapping[str, Sequence[Result]]], cells: Cells, *, 
     """A row per method, a column per epsilon; what needs no training of a net comes first."""
     columns = list(next(iter(found.values())))
     linear = cells[BASELINE]
-    ignoring = bench_table.spread([statistics.fmean(_ignoring(run, metric)) for run in linear])
+    ignoring = bench_table.spread(_ignoring(linear, metric))
     return [
         {"method": LARGER, **dict.fromkeys(columns, ignoring)},
         {
@@ -141,9 +159,13 @@ def table(found: Mapping[str, Mapping[str, Sequence[Result]]], cells: Cells, *, 
     ]
 
 
-def _ignoring(run: Result, metric: str) -> list[float]:
-    """What answering every image of a site with its larger class scores, site by site."""
-    counts = [[each["n"] for each in site["per_class"].values()] for site in run["sites"].values()]
+def _ignoring(runs: Sequence[Result], metric: str) -> list[float]:
+    """What answering every image of a site with its larger class scores, average of the sites, run by run."""
+    return [statistics.fmean(_ignored(site, metric) for site in run["sites"].values()) for run in runs]
+
+
+def _ignored(site: Mapping[str, Any], metric: str) -> float:
+    counts = [each["n"] for each in site["per_class"].values()]
     if metric == "accuracy":
-        return [max(site) / sum(site) for site in counts if sum(site)]
-    return [0.5 if metric == "auc" else 1 / sum(map(bool, site)) for site in counts if sum(site)]
+        return float(max(counts) / sum(counts))
+    return 0.5 if metric == "auc" else 1 / sum(map(bool, counts))

@@ -21,7 +21,6 @@ from crossward.federation.storage import atomic_file
 from crossward.privacy.dp.accounting import Budget
 from crossward.privacy.dp.ledger import FILE, Ledger, anchor_of, cost, key_of, name_of
 from crossward.privacy.dp.lines import Entry, Line
-from crossward.privacy.dp.settings import STRENGTH
 from crossward.privacy.dp.signing import verifier
 
 _MILLION = 1e6
@@ -75,7 +74,11 @@ def show(
     """
     found = _read(path, key=key, anchor=anchor)
     if not found.lines:
-        typer.echo(json.dumps({"ledger": found.name, "spent": 0.0, "entries": []}) if as_json else _nothing(found.name))
+        typer.echo(
+            json.dumps({"ledger": found.name, "spent": 0.0, "unit": None, "entries": []})
+            if as_json
+            else _nothing(found.name)
+        )
         return
     last = found.lines[-1].budget
     budget = Budget(last.epsilon if epsilon is None else epsilon, last.delta if delta is None else delta)
@@ -92,8 +95,8 @@ def show(
             "spent": spent,
             "budget": asdict(budget),
             "left": max(budget.epsilon - spent, 0.0),
-            "unit": _weakest(rows),
-            "meaning": _meaning(spent, budget.delta, _weakest(rows)),
+            "unit": rows[0]["unit"],
+            "meaning": _meaning(spent, budget.delta, rows[0]["unit"]),
             "entries": rows,
         }
         typer.echo(json.dumps(facts, indent=2))
@@ -101,7 +104,7 @@ def show(
     console = Console(highlight=False, markup=False)
     console.print(_table(found.name, rows))
     console.print(_balance(spent, budget), soft_wrap=True)
-    for sentence in _meaning(spent, budget.delta, _weakest(rows)):
+    for sentence in _meaning(spent, budget.delta, rows[0]["unit"]):
         console.print(sentence, soft_wrap=True)
     if plot is not None:
         console.print(f"Plot: {plot}", soft_wrap=True)
@@ -193,21 +196,19 @@ def _balance(spent: float, budget: Budget) -> str:
     return f"Spent: epsilon {spent:.2f} of {budget.epsilon:g} at delta {budget.delta:g}; {rest}."
 
 
-def _weakest(rows: Sequence[dict[str, Any]]) -> str:
-    """Whose presence all entries together hide: what hides a patient hides an image, but not the other way round."""
-    return str(min((row["unit"] for row in rows), key=STRENGTH.__getitem__))
-
-
 _PRESENCE = {
     "image": (
         "one given image was among those trained on",
-        "A study here protected single images: a patient with several of them is protected less than the figure says.",
+        "Single images are protected here: a patient with several of them is protected less than the figure says.",
     ),
     "patient": (
         "one given patient was among those trained on",
         "A patient counts with all images. No figure here hides that this site took part.",
     ),
-    "site": ("this site's data were trained on at all", "That holds for each of its patients, too."),
+    "site": (
+        "this site's data were trained on at all",
+        "A single patient is protected as well, but by a larger epsilon: that of half the noise.",
+    ),
 }
 
 

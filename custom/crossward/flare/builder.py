@@ -16,7 +16,7 @@ from nvflare.lighter.spec import Builder
 
 from crossward.federation.errors import BadInput
 from crossward.flare import names
-from crossward.privacy.dp.settings import STRENGTH
+from crossward.privacy.dp.settings import UNITS
 
 STORAGE: Final = "storage"
 """Folder of the server's kit that keeps jobs and snapshots."""
@@ -35,7 +35,7 @@ PROPERTIES: Final[Mapping[str, Any]] = {
     "max_epsilon": 0.0,
     "max_delta": 1e-5,
     "min_noise": 0.0,
-    "smallest_unit": "patient",
+    "privacy_unit": "patient",
 }
 """What a hospital's entry in project.yml may say about its scope, and what holds where it says nothing."""
 
@@ -195,8 +195,8 @@ def _properties(client: Participant) -> dict[str, Any]:
         value = found[key] = _number(found[key])
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
             raise BadInput(f"{client.name}: {key} '{value}' is not a number from 0, below {most:g}")
-    if found["smallest_unit"] not in STRENGTH:
-        raise BadInput(f"{client.name}: smallest_unit is {', '.join(STRENGTH)}, not '{found['smallest_unit']}'")
+    if not isinstance(found["privacy_unit"], str) or found["privacy_unit"] not in UNITS:
+        raise BadInput(f"{client.name}: privacy_unit is {', '.join(UNITS)}, not '{found['privacy_unit']}'")
     return found
 
 

@@ -27,7 +27,7 @@ from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
-from crossward.privacy.dp.ledger import BudgetSpent
+from crossward.privacy.dp.ledger import BudgetSpent, OtherUnit
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
 from crossward.privacy.secagg.identity import Untrusted
@@ -167,7 +167,7 @@ class Member:
         book = self._book(run, credentials) if study.privacy and credentials else None
         participant = study.participant(cohort.sites[self.name], folder, device=Device.best(), book=book)
         if participant.protection is not None:
-            self._policy.check_noise(participant.protection.noise)
+            self._policy.check_worked_out(participant.protection.noise)
         self._participant, self._run = participant, run
         if study.masking is not None and credentials is not None:
             self._release = Release(
@@ -267,6 +267,7 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((SiteFailure,), Code.DIVERGED),
     ((AlreadyUsed,), Code.MASKED_BEFORE),
     ((LedgerRefused,), Code.LEDGER),
+    ((OtherUnit,), Code.OTHER_UNIT),
     ((NotPrivate,), Code.NOT_PRIVATE),
     ((Blamed, Malformed, OutOfTurn, Untrusted), Code.NOT_MASKED),
     ((PrivacyRefusal,), Code.BAD_TASK),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crossward.privacy.dp.accounting import Budget
-from crossward.privacy.dp.settings import STRENGTH, Privacy
+from crossward.privacy.dp.settings import UNITS, Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.troubles import Code, Refusal
 
@@ -23,7 +23,7 @@ _KINDS: dict[str, type] = {
     "max_epsilon": float,
     "max_delta": float,
     "min_noise": float,
-    "smallest_unit": str,
+    "privacy_unit": str,
 }
 _PATHS = ("data_root", "state_root")
 
@@ -42,8 +42,9 @@ class Policy:
         max_epsilon: of all jobs together; a job must use differential privacy where this is above 0, and no job can
             turn it off.
         max_delta: of a job.
-        min_noise: of a job, named by it or worked out here from its epsilon.
-        smallest_unit: what a job under differential privacy must protect at least: an image, a patient or the site.
+        min_noise: of a step of training, named by a job or worked out here from its epsilon; a job must use
+            differential privacy where this is above 0.
+        privacy_unit: whose presence a job under differential privacy hides: an image's, a patient's or the site's.
     """
 
     data_root: Path | None
@@ -55,7 +56,7 @@ class Policy:
     max_epsilon: float = 0.0
     max_delta: float = 1e-5
     min_noise: float = 0.0
-    smallest_unit: str = "patient"
+    privacy_unit: str = "patient"
 
     @property
     def budget(self) -> Budget | None:
@@ -86,7 +87,7 @@ class Policy:
                 raise Refusal(Code.POLICY)
         if properties.get("minimum_cell", 0) < 0 or properties.get("minimum_sites", 2) < 2:
             raise Refusal(Code.POLICY)
-        if properties.get("smallest_unit", "patient") not in STRENGTH:
+        if properties.get("privacy_unit", "patient") not in UNITS:
             raise Refusal(Code.POLICY)
         named = data or properties.get("data_root") or None
         return cls(
@@ -118,22 +119,27 @@ class Policy:
         if privacy is None:
             if self.max_epsilon:
                 raise Refusal(Code.NO_PRIVACY, allowed=self.max_epsilon)
+            self._check_noise(0.0)
             return
+        if privacy.unit != self.privacy_unit:
+            raise Refusal(Code.OTHER_UNIT)
         if self.max_epsilon and privacy.epsilon is not None and privacy.epsilon > self.max_epsilon:
             raise Refusal(Code.WEAK_PRIVACY, epsilon=privacy.epsilon, allowed=self.max_epsilon)
         if self.max_epsilon and privacy.delta > self.max_delta:
             raise Refusal(Code.LARGE_DELTA, delta=privacy.delta, allowed=self.max_delta)
-        if (self.max_epsilon or self.min_noise) and STRENGTH[privacy.unit] < STRENGTH[self.smallest_unit]:
-            raise Refusal(Code.SMALL_UNIT)
         if privacy.noise is not None:
-            self.check_noise(privacy.noise)
+            self._check_noise(privacy.noise)
 
-    def check_noise(self, noise: float) -> None:
-        """Hold noise against what this site demands, once it is known.
+    def check_worked_out(self, noise: float) -> None:
+        """Hold noise that follows from a job's epsilon and the number of patients against what this site demands.
 
         Raises:
-            Refusal: it is less.
+            Refusal: it is less. How much it is stays here: the number of patients could be worked out from it.
         """
+        if not noise >= self.min_noise:
+            raise Refusal(Code.LARGE_EPSILON, allowed=self.min_noise)
+
+    def _check_noise(self, noise: float) -> None:
         # Not "less than": what is no number must not pass.
         if not noise >= self.min_noise:
             raise Refusal(Code.LITTLE_NOISE, noise=noise, allowed=self.min_noise)

@@ -19,7 +19,7 @@ from crossward.federation.storage import atomic_file, private_folder
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Context, Method, Model
 from crossward.privacy.dp.accounting import Budget, Part, Spending
-from crossward.privacy.dp.ledger import BudgetSpent, Ledger, check_budget, key_of
+from crossward.privacy.dp.ledger import BudgetSpent, Ledger, OtherUnit, check_budget, key_of
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
@@ -178,7 +178,7 @@ class Protection(ABC):
         try:
             self._check_own(entries)
             book.ledger.reserve(entries, budget=book.budget or Budget(NO_LIMIT, delta))
-        except BudgetSpent:
+        except (BudgetSpent, OtherUnit):
             raise
         except PrivacyRefusal as refusal:
             raise LedgerRefused(str(refusal)) from refusal

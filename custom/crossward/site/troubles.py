@@ -59,7 +59,8 @@ class Code(IntEnum):
     NOT_DECLARED = 51
     LEDGER = 60
     NOT_PRIVATE = 61
-    SMALL_UNIT = 62
+    OTHER_UNIT = 62
+    LARGE_EPSILON = 63
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,8 @@ _WORDS: dict[Code, _Words] = {
         ("delta", "allowed"),
     ),
     Code.LITTLE_NOISE: _Words(
-        "the job's noise multiplier at this site is {noise:.3g}, and the site's policy wants at least {allowed:g}",
-        "Export the job with a larger --dp-noise or a smaller --dp; the rule is min_noise in the site's "
-        "local/privacy.json",
+        "the job's noise multiplier is {noise:g}, and the site's policy wants at least {allowed:g}",
+        "Export the job with a larger --dp-noise, or with --dp; the rule is min_noise in the site's local/privacy.json",
         ("noise", "allowed"),
     ),
     Code.BUDGET: _Words(
@@ -197,10 +197,16 @@ _WORDS: dict[Code, _Words] = {
         "the site cannot train this job under differential privacy",
         f"Choose a method, head and net whose loss and layers keep images apart. {_SITE_LOG}",
     ),
-    Code.SMALL_UNIT: _Words(
-        "the job protects less than the site's policy wants: single images where it says patients, or patients where "
-        "it says the site",
-        "Export the job with another --dp-unit; the rule is smallest_unit in the site's local/privacy.json",
+    Code.OTHER_UNIT: _Words(
+        "the job hides another unit (image, patient or site) than the site's policy wants or its ledger counts",
+        "Export the job with another --dp-unit; the rule is privacy_unit in the site's local/privacy.json, and units "
+        "that were spent before show with: crossward ledger show",
+    ),
+    Code.LARGE_EPSILON: _Words(
+        "with the job's epsilon there would be less noise in a step of training than the site's policy wants, which is "
+        "{allowed:g} times the clip",
+        "Export the job with a smaller --dp; the rule is min_noise in the site's local/privacy.json",
+        ("allowed",),
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",

@@ -97,11 +97,13 @@ def epsilon(spendings: Sequence[Spending], *, delta: float) -> float:
 def stays_within(spendings: Sequence[Spending], budget: Budget) -> bool:
     """Whether all spendings together stay within a budget; the tight bound is only worked out where a quick one fails.
 
+    What the tight bound could not be worked out for does not stay within either, as nobody could say what is spent.
+
     Raises:
         PrivacyRefusal: it cannot be worked out; then nothing may be spent.
     """
     # Not "greater than": an answer that is no number must not pass.
-    return any(_worst(bound, spendings, budget.delta) <= budget.epsilon for bound in (_rdp, _cost))
+    return any(_worst(bound, spendings, budget.delta) <= budget.epsilon for bound in (_quick, _cost))
 
 
 def calibrate(*, epsilon: float, delta: float, rate: float, steps: int, releases: Sequence[Spending] = ()) -> float:
@@ -258,20 +260,22 @@ def _rdp(kinds: _Kinds, delta: float) -> float:
     from opacus.accountants import RDPAccountant
 
     found = _answer(RDPAccountant(), kinds, delta)
-    return math.inf if math.isnan(found) else found
+    return math.inf if math.isnan(found) else max(found, 0.0)
+
+
+def _quick(kinds: _Kinds, delta: float) -> float:
+    """The quick bound, of what the tight one can be worked out for."""
+    found = _rdp(kinds, delta)
+    if found <= _FAR and any(rate < 1 for _, rate, _ in kinds):
+        _step_of_grid(kinds, delta)
+    return found
 
 
 def _convolved(kinds: _Kinds, delta: float) -> float:
     """The tight bound: first on a grid of the usual step, then on a finer one where that step counts."""
     from opacus.accountants import PRVAccountant
 
-    steps = sum(count for _, _, count in kinds)
-    width = 2 * (_rdp(kinds, delta / 4000) + 3) * math.sqrt(steps * math.log(12_000 / delta) / 2)
-    least = width / _MOST_POINTS
-    if least > _COARSEST_ERROR:
-        raise PrivacyRefusal(
-            f"the privacy cost of {steps} steps is too much to work out, so that they cannot be allowed; ask for fewer"
-        )
+    least = _step_of_grid(kinds, delta)
     try:
         found = _answer(PRVAccountant(), kinds, delta, eps_error=max(_ERROR, least))
         finer = max(_RELATIVE_ERROR * found, _FINEST_ERROR, least)
@@ -283,6 +287,18 @@ def _convolved(kinds: _Kinds, delta: float) -> float:
     if not math.isfinite(found):
         raise _no_figure(kinds)
     return max(found, 0.0)
+
+
+def _step_of_grid(kinds: _Kinds, delta: float) -> float:
+    """The smallest error that a convolution of a size that is bearable has."""
+    steps = sum(count for _, _, count in kinds)
+    width = 2 * (_rdp(kinds, delta / 4000) + 3) * math.sqrt(steps * math.log(12_000 / delta) / 2)
+    least = width / _MOST_POINTS
+    if least > _COARSEST_ERROR:
+        raise PrivacyRefusal(
+            f"the privacy cost of {steps} steps is too much to work out, so that they cannot be allowed; ask for fewer"
+        )
+    return least
 
 
 def _no_figure(kinds: _Kinds) -> PrivacyRefusal:

@@ -62,6 +62,10 @@ class BudgetSpent(PrivacyRefusal):
         )
 
 
+class OtherUnit(PrivacyRefusal):
+    """Spending that hides another unit than the ledger counts: the two cannot be added up."""
+
+
 @dataclass(frozen=True)
 class _State:
     """A ledger as it was found: what holds, and what a crash left unfinished."""
@@ -132,6 +136,7 @@ class Ledger:
 
         Raises:
             BudgetSpent: it would pass the budget.
+            OtherUnit: it hides another unit than what the ledger has.
             PrivacyRefusal: the ledger does not hold, or the cost cannot be worked out.
             StorageFailure: it could not be written; it must not be spent, but may count as spent all the same.
         """
@@ -141,6 +146,12 @@ class Ledger:
         with self._held(writing=True):
             state = self._checked()
             before = _entries(state.lines)
+            units = list(dict.fromkeys(each.unit for each in (*before, *entries)))
+            if len(units) > 1:
+                raise OtherUnit(
+                    f"the privacy ledger of {self._name} counts what hides a {units[0]}, and this hides a {units[-1]}: "
+                    "the two cannot be added up. Use the same unit, or let the site keep another state and ledger"
+                )
             check_budget(before, entries, budget=budget, site=self._name)
             self._write(state, entries, budget)
 

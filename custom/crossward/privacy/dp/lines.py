@@ -13,7 +13,7 @@ from typing import Any
 
 from crossward.federation.errors import CrosswardError, PrivacyRefusal
 from crossward.privacy.dp.accounting import Budget, Spending
-from crossward.privacy.dp.settings import STRENGTH
+from crossward.privacy.dp.settings import UNITS
 from crossward.privacy.dp.signing import Verify
 
 _SAID = ("run", "round", "what", "split", "unit")
@@ -33,8 +33,8 @@ class Entry:
         round: of the run.
         what: "steps", or a release's name.
         spending: what it costs.
-        split: which division of the patients into parts it was; the run's own where nothing is said.
         unit: whose presence it hides: an image's, a patient's or a whole site's.
+        split: which division of the patients into parts it was; the run's own where nothing is said.
         number: of the entry in its ledger, from 1.
         previous: hash of the line before the entry's.
         time: when it was reserved, UTC.
@@ -44,8 +44,8 @@ class Entry:
     round: int
     what: str
     spending: Spending
+    unit: str
     split: str = ""
-    unit: str = "patient"
     number: int = 0
     previous: str = ""
     time: str = ""
@@ -53,7 +53,7 @@ class Entry:
     def __post_init__(self) -> None:
         if not all(type(text) is str for text in (self.run, self.what, self.split)) or type(self.round) is not int:
             raise PrivacyRefusal("an entry of a ledger names its run, its round, what it is and its split")
-        if self.unit not in STRENGTH:
+        if self.unit not in UNITS:
             raise PrivacyRefusal(f"an entry of a ledger says whose presence it hides, which '{self.unit}' does not")
 
 

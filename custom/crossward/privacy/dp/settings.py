@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from crossward.federation.errors import BadInput
 
 Unit = Literal["patient", "image", "site"]
-STRENGTH: Mapping[str, int] = {"image": 0, "patient": 1, "site": 2}
-"""Units in order: what hides a patient hides each of the patient's images, and what hides a site hides its patients."""
+UNITS: tuple[str, ...] = get_args(Unit)
+"""Whose presence is hidden. None of them stands for another: where a site's update is clipped as a whole, one patient
+more can turn it round, which moves it by twice the clip; and with one image of a patient less, another one is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Privacy:
             raise BadInput(f"differential privacy: delta is {self.delta}, and must be above 0 and below 0.1")
         if not 0 < self.releases < 1:
             raise BadInput(f"differential privacy: releases is {self.releases}, and must be between 0 and 1")
-        if self.unit not in get_args(Unit):
+        if self.unit not in UNITS:
             raise BadInput(f"differential privacy: the unit is '{self.unit}', and must be patient, image or site")
         if self.distributed and self.unit != "site":
             raise BadInput("differential privacy: noise is shared where the site is the unit; use --dp-unit site")
