@@ -28,7 +28,7 @@ from crossward.flare.progress import _FINAL
 from crossward.methods.registry import available, create
 from crossward.site.declaration import Declaration
 from crossward.site.messages import SCORES
-from crossward.site.troubles import Code, numbers_of, words
+from crossward.site.troubles import Code, settings_of, words
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -82,7 +82,6 @@ ARISES: Mapping[Code, str] = {
     Code.STORAGE: "the same, for any other reason; or a damaged file is read",
     Code.OTHER_VAULT: "the site reads a vault or outbox file of another format or study",
     Code.TRUSTING_JOB: "the site holds the job's secure aggregation against its policy, before it reads an image",
-    Code.OTHER_LABELS: "as `LABELS`, in a job with secure aggregation: no number leaves the site",
     Code.NO_PRIVACY: "the site holds the job against its policy, before it reads an image",
     Code.WEAK_PRIVACY: "the same",
     Code.LARGE_DELTA: "the same",
@@ -107,8 +106,6 @@ ARISES: Mapping[Code, str] = {
 """Where every code comes from."""
 
 SAMPLE_NUMBERS: Mapping[str, float] = {
-    "unknown": 3,
-    "images": 328,
     "seconds": 300,
     "reports": 1,
     "sites": 2,
@@ -117,9 +114,7 @@ SAMPLE_NUMBERS: Mapping[str, float] = {
     "delta": 1e-3,
     "noise": 0.5,
     "allowed": 4,
-    "asked": 4.1,
     "limit": 4,
-    "left": 0.2,
 }
 """Numbers to show a code's words with."""
 
@@ -222,7 +217,9 @@ def private() -> str:
 
 def code_numbers() -> str:
     """Every code with the numbers that may travel with it."""
-    rows = [(str(int(code)), code.name, ", ".join(f"`{name}`" for name in numbers_of(code)) or "none") for code in Code]
+    rows = [
+        (str(int(code)), code.name, ", ".join(f"`{name}`" for name in settings_of(code)) or "none") for code in Code
+    ]
     return _table(("code", "name", "numbers that travel with it"), rows)
 
 
@@ -230,7 +227,7 @@ def failures() -> str:
     """The catalogue: code, words, cause, remedy, and whether a watcher goes on by itself."""
     rows = []
     for code in Code:
-        said, _, remedy = words(code, SAMPLE_NUMBERS).partition(". ")
+        said, _, remedy = words(code, {name: SAMPLE_NUMBERS[name] for name in settings_of(code)}).partition(". ")
         rows.append((f"{int(code)} `{code.name}`", said, ARISES[code], remedy, _afterwards(code)))
     return _table(("code", "what you read", "where it arises", "what to do", "does `watch` go on by itself?"), rows)
 

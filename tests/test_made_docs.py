@@ -9,7 +9,7 @@ import pytest
 from crossward.federation.contract import VALIDATION
 from crossward.methods.registry import available
 from crossward.site.messages import SCORES
-from crossward.site.troubles import Code, numbers_of
+from crossward.site.troubles import Code, settings_of
 from tests.made_tables import ARISES, DOCS, MARKED, MEANING, REWRITE, SAMPLE_NUMBERS, TABLES, rewritten
 
 PLACES = [
@@ -37,7 +37,7 @@ def test_every_mark_has_its_end() -> None:
 
 def test_every_code_and_every_number_is_explained() -> None:
     assert set(ARISES) == set(Code), "ARISES in tests/made_tables.py says where every code comes from"
-    assert set(SAMPLE_NUMBERS) == {name for code in Code for name in numbers_of(code)}
+    assert set(SAMPLE_NUMBERS) == {name for code in Code for name in settings_of(code)}
     assert set(MEANING) >= {*SCORES, *VALIDATION}
 
 

@@ -334,14 +334,14 @@ def test_ties_and_scores_choose_the_round_that_the_sites_deploy(bench: Bench) ->
 
 def test_a_site_that_cannot_join_ends_a_new_run_with_its_own_code(bench: Bench) -> None:
     study = made_up_study("fedavg", rounds=2)
-    refuse = {"interfere": lambda task, message: {"code": 14, "numbers": {"unknown": 3.0, "images": 40.0}}}
+    refuse = {"interfere": lambda task, message: {"code": 25, "numbers": {"sites": 3.0, "needed": 4.0}}}
     ended = bench.run(study, sites={BIRCH: refuse})
     outcome = ended.outcome
-    assert (outcome["status"], outcome["code"], outcome["site"]) == ("failed", int(Code.LABELS), BIRCH)
-    assert outcome["numbers"] == {"unknown": 3.0, "images": 40.0}
+    assert (outcome["status"], outcome["code"], outcome["site"]) == ("failed", int(Code.SMALL_SUMS), BIRCH)
+    assert outcome["numbers"] == {"sites": 3.0, "needed": 4.0}
     assert outcome["resumable"] is True
     assert outcome["troubles"] == [
-        {"site": BIRCH, "round": 0, "task": JOIN, "code": 14, "numbers": {"unknown": 3.0, "images": 40.0}}
+        {"site": BIRCH, "round": 0, "task": JOIN, "code": 25, "numbers": {"sites": 3.0, "needed": 4.0}}
     ]
     assert [event["site"] for event in ended.events("refused")] == [BIRCH]
     assert sorted(event["site"] for event in ended.events("joined")) == [ALDER, CEDAR]
@@ -411,7 +411,7 @@ def with_more_right_than_images(answer: Message) -> Message:
 
 
 def with_an_empty_number(answer: Message) -> Message:
-    return {"code": int(Code.LABELS), "numbers": {"unknown": None}}
+    return {"code": int(Code.SMALL_SUMS), "numbers": {"sites": None}}
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_the_server_uses_no_answer_that_is_not_what_was_declared(bench: Bench, i
     ended = bench.run(study, sites={CEDAR: {"amend": amend}})
     (failed,) = ended.events("failed")
     assert failed["site"] == CEDAR
-    assert failed["figures"]["code"] in (int(Code.NOT_DECLARED), int(Code.LABELS))
+    assert failed["figures"]["code"] in (int(Code.NOT_DECLARED), int(Code.SMALL_SUMS))
     (closed,) = ended.events("closed")
     assert closed["figures"]["reported"] == [ALDER, BIRCH]
     assert not same_bits(ended.checkpoint, read_tensors(in_process(study)[1] / "server" / "checkpoint.safetensors")[0])

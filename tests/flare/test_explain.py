@@ -73,10 +73,10 @@ def test_a_refusal_at_join_is_the_sites_own_cause_and_the_log_is_where_the_kit_i
 
 
 def test_numbers_are_told_with_the_code(board: Board) -> None:
-    numbers = {"unknown": 3.0, "images": 40.0}
-    outcome = told("job-1", "failed", 0, code=int(Code.LABELS), site="hospital-a", numbers=numbers)
+    numbers = {"sites": 3.0, "needed": 4.0}
+    outcome = told("job-1", "failed", 0, code=int(Code.SMALL_SUMS), site="hospital-a", numbers=numbers)
     ended(board, "FINISHED:EXECUTION_EXCEPTION", outcome=outcome)
-    assert "3 of the site's 40 images" in only(explain(board, "job-1")).cause
+    assert "sums over 3 sites" in only(explain(board, "job-1")).cause
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_an_answer_that_arrives_while_the_phase_closes_is_not_taken(tried: Any) 
 def test_what_goes_wrong_with_one_answer_is_that_sites_alone(tried: Any) -> None:
     def take(site: str, answer: Message) -> None:
         if site == "alder":
-            raise Refusal(Code.LABELS, unknown=3, images=9)
+            raise Refusal(Code.SMALL_SUMS, sites=3, needed=9)
         if site == "birch":
             raise ZeroDivisionError("an unforeseen one")
 
@@ -234,8 +234,8 @@ def test_what_goes_wrong_with_one_answer_is_that_sites_alone(tried: Any) -> None
     assert outcome.answered == ["cedar"]
     assert outcome.refused.keys() == {"alder", "birch"}
     assert (outcome.refused["alder"].code, outcome.refused["alder"].numbers) == (
-        Code.LABELS,
-        {"unknown": 3.0, "images": 9.0},
+        Code.SMALL_SUMS,
+        {"sites": 3.0, "needed": 9.0},
     )
     assert outcome.refused["birch"].code is Code.SERVER_INTERNAL
     assert it.refusals == outcome.refused

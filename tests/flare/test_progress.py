@@ -68,13 +68,13 @@ def test_what_was_given_out_is_not_changed_by_what_comes_after() -> None:
 
 def test_a_trouble_is_an_event_and_is_kept_for_the_end(tmp_path: Path) -> None:
     progress = Progress("run-1", rounds=5)
-    progress.trouble("failed", 2, "birch", "train", Refusal(Code.LABELS, unknown=3, images=9))
+    progress.trouble("failed", 2, "birch", "train", Refusal(Code.SMALL_SUMS, sites=3, needed=9))
     (event,) = progress.statistics()["events"]
     assert (event["kind"], event["round"], event["site"]) == ("failed", 2, "birch")
-    assert event["figures"] == {"task": "train", "code": 14, "numbers": {"unknown": 3.0, "images": 9.0}}
+    assert event["figures"] == {"task": "train", "code": 25, "numbers": {"sites": 3.0, "needed": 9.0}}
     progress.end(tmp_path, best_round=None, refusal=None)
     assert outcome_of(tmp_path)["troubles"] == [
-        {"site": "birch", "round": 2, "task": "train", "code": 14, "numbers": {"unknown": 3.0, "images": 9.0}}
+        {"site": "birch", "round": 2, "task": "train", "code": 25, "numbers": {"sites": 3.0, "needed": 9.0}}
     ]
 
 

@@ -303,15 +303,15 @@ def test_a_run_whose_process_is_gone_goes_on_after_flare_was_told_to_end_the_job
 
 
 def test_a_site_that_refused_ends_it_with_its_words(board: Board) -> None:
-    trouble = {"site": "hospital-b", "round": 0, "task": "join", "code": int(Code.LABELS), "numbers": {}}
+    trouble = {"site": "hospital-b", "round": 0, "task": "join", "code": int(Code.SMALL_SUMS), "numbers": {}}
     ended = told(
-        "job-1", "failed", 0, code=int(Code.LABELS), numbers={"unknown": 3, "images": 40}, site="hospital-b",
+        "job-1", "failed", 0, code=int(Code.SMALL_SUMS), numbers={"sites": 3, "needed": 4}, site="hospital-b",
         troubles=[trouble],
     )  # fmt: skip
     board.live = lambda job: dies(board, job, 0, outcome=ended)
     outcome, _ = watched(board, board.submit(board.job_folder()))
     assert (outcome.status, list(board.all)) == ("failed", ["job-1"])
-    assert outcome.reason.startswith("hospital-b: 3 of the site's 40 images")
+    assert outcome.reason.startswith("hospital-b: the job would open sums over 3 sites")
     assert outcome.troubles == (trouble,)
 
 

@@ -15,9 +15,10 @@ from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, VALIDATI
 from crossward.federation.errors import PrivacyRefusal
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.methods.registry import available
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.declaration import Declaration, items_of
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OPEN_TASKS, SCORES, TASKS, TRAIN
-from crossward.site.troubles import Code, Refusal, numbers_of
+from crossward.site.troubles import Code, Refusal, figures_of, settings_of
 
 DECLARATION = Declaration(made_up_study("fedbn"))
 SENT = {name: spec.shape for name, spec in DECLARATION.algebra.sent.items()}
@@ -85,7 +86,7 @@ def check_only_declared(task: str, rebuilt: dict[str, Any]) -> None:
     assert all(type(key) is str for key in rebuilt)
     if rebuilt["code"]:
         assert rebuilt.keys() == {"code", "numbers"}
-        assert rebuilt["numbers"].keys() <= set(numbers_of(Code(rebuilt["code"])))
+        assert rebuilt["numbers"].keys() <= set(settings_of(Code(rebuilt["code"])))
         assert all(
             value is None or (type(value) is float and math.isfinite(value)) for value in rebuilt["numbers"].values()
         )
@@ -315,7 +316,7 @@ def test_a_site_does_not_speak_for_the_server(code: Code) -> None:
 
 @pytest.mark.parametrize("code", SITES_OWN)
 def test_a_code_takes_its_own_numbers_and_no_others(code: Code) -> None:
-    own = dict.fromkeys(numbers_of(code), 2.0)
+    own = dict.fromkeys(settings_of(code), 2.0)
     assert DECLARATION.rebuild(TRAIN, {"code": int(code), "numbers": own}) == {"code": int(code), "numbers": own}
     assert DECLARATION.rebuild(TRAIN, {"code": int(code)}) == {"code": int(code), "numbers": {}}
     for other in ({"patients": 4.0}, {"unknown ": 1.0}, {"text": "x"}):
@@ -326,10 +327,20 @@ def test_a_code_takes_its_own_numbers_and_no_others(code: Code) -> None:
             DECLARATION.rebuild(TRAIN, {"code": int(code), "numbers": own, beside: 1})
 
 
+@pytest.mark.parametrize("masking", [None, Settings()], ids=["open", "masked"])
+@pytest.mark.parametrize("code", [code for code in SITES_OWN if figures_of(code)])
+def test_a_figure_of_a_sites_data_leaves_with_no_code(code: Code, masking: Settings | None) -> None:
+    study = made_up_study()
+    declaration = Declaration(study.masked(masking) if masking else study)
+    for figure in figures_of(code):
+        with pytest.raises(PrivacyRefusal, match=f"holds '{figure}', which may not leave the site"):
+            declaration.rebuild(TRAIN, {"code": int(code), "numbers": {figure: 2.0}})
+
+
 @pytest.mark.parametrize("value", ["three", "3", math.nan, -math.inf, True, [3], {"x": 1}, np.float64(3), np.ones(1)])
 def test_a_number_beside_a_code_is_a_number(value: Any) -> None:
     with pytest.raises(PrivacyRefusal, match="not a finite number"):
-        DECLARATION.rebuild(JOIN, {"code": int(Code.LABELS), "numbers": {"unknown": value, "images": 9}})
+        DECLARATION.rebuild(JOIN, {"code": int(Code.SMALL_SUMS), "numbers": {"sites": value, "needed": 9}})
     with pytest.raises(PrivacyRefusal, match="not what was declared"):
         DECLARATION.rebuild(JOIN, {"code": int(Code.LABELS), "numbers": "3 of 9"})
 
@@ -337,7 +348,7 @@ def test_a_number_beside_a_code_is_a_number(value: Any) -> None:
 @given(st.sampled_from(SITES_OWN), st.data())
 def test_whatever_number_is_let_out_can_be_put_into_words_at_the_server(code: Code, data: st.DataObject) -> None:
     values = st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    numbers = {name: data.draw(values, label=name) for name in numbers_of(code)}
+    numbers = {name: data.draw(values, label=name) for name in settings_of(code)}
     try:
         rebuilt = DECLARATION.rebuild(JOIN, {"code": int(code), "numbers": numbers})
     except PrivacyRefusal:

@@ -148,9 +148,10 @@ def test_what_is_no_model_is_a_bad_task(change: dict[str, Any]) -> None:
 
 
 def test_a_trouble_is_a_code_with_its_numbers() -> None:
-    assert messages.trouble(Refusal(Code.LABELS, unknown=3, images=40)) == {
-        "code": 14,
-        "numbers": {"unknown": 3.0, "images": 40.0},
+    assert messages.trouble(Refusal(Code.SMALL_SUMS, sites=3, needed=4)) == {
+        "code": 25,
+        "numbers": {"sites": 3.0, "needed": 4.0},
     }
+    assert messages.trouble(Refusal(Code.LABELS, unknown=3, images=40)) == {"code": 14, "numbers": {}}
     assert messages.trouble(Refusal(Code.BUSY)) == {"code": 17, "numbers": {}}
     assert type(messages.trouble(Refusal(Code.BUSY))["code"]) is int

@@ -9,7 +9,7 @@ from tests.site.made_up_sites import made_up_study
 
 from crossward.site import messages
 from crossward.site.declaration import Declaration
-from crossward.site.troubles import SITE_CODES, Code, Refusal, numbers_of, words
+from crossward.site.troubles import SITE_CODES, Code, Refusal, figures_of, settings_of, words
 
 # Part of the protocol: a site of an older version says these numbers, and means these things.
 NUMBERS = {
@@ -30,7 +30,7 @@ def test_a_number_keeps_its_meaning_for_ever() -> None:
 
 @pytest.mark.parametrize("code", list(Code))
 def test_every_code_says_cause_and_remedy_with_and_without_its_numbers(code: Code) -> None:
-    for numbers in (None, {}, dict.fromkeys(numbers_of(code), 3.0), {"foreign": 9.0}):
+    for numbers in (None, {}, dict.fromkeys((*settings_of(code), *figures_of(code)), 3.0), {"foreign": 9.0}):
         text = words(code, numbers)
         cause, _, remedy = text.partition(". ")
         assert len(cause) > 10
@@ -40,7 +40,8 @@ def test_every_code_says_cause_and_remedy_with_and_without_its_numbers(code: Cod
 
 
 def test_numbers_stand_where_a_reader_expects_them() -> None:
-    assert words(Code.LABELS, {"unknown": 3, "images": 40}).startswith("3 of the site's 40 images have a label")
+    assert "one of the job's classes (3 of 40 images)." in words(Code.LABELS, {"unknown": 3, "images": 40})
+    assert "one of the job's classes." in words(Code.LABELS, {"unknown": 3})
     assert words(Code.QUORUM, {"reports": 1, "needed": 3}).startswith("only 1 of the 3 reports")
 
 
@@ -52,7 +53,7 @@ def test_an_unknown_code_says_so(code: int) -> None:
 @given(st.sampled_from(sorted(SITE_CODES)), st.data())
 def test_a_refusal_makes_the_way_to_the_server_whole(code: Code, data: st.DataObject) -> None:
     values = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53)
-    given_numbers = {name: data.draw(values, label=name) for name in numbers_of(code)}
+    given_numbers = {name: data.draw(values, label=name) for name in settings_of(code)}
     refusal = Refusal(code, site="alder", **given_numbers, unheard=5.0)
     assert refusal.numbers == {name: float(value) for name, value in given_numbers.items()}
     arrived = DECLARATION.rebuild(messages.JOIN, messages.trouble(refusal))

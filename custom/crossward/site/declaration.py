@@ -37,7 +37,7 @@ from crossward.site.messages import (
     Message,
 )
 from crossward.site.study import Study
-from crossward.site.troubles import SITE_CODES, Code, numbers_of
+from crossward.site.troubles import SITE_CODES, Code, settings_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_ROUNDS = 1_000_000
@@ -88,8 +88,6 @@ class Declaration:
         if type(code) is not int:
             raise PrivacyRefusal(f"{task}: an answer without a code may not leave the site")
         if code != OK:
-            if self.masked and code == Code.LABELS:
-                raise PrivacyRefusal(f"{task}: under secure aggregation no number of images may leave the site")
             return _rebuilt_trouble(task, code, answer)
         required, optional = self._required[task], self._optional.get(task, {})
         if task == CONTRIBUTE:
@@ -183,7 +181,7 @@ def items_of(answer: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
 def _rebuilt_trouble(task: str, code: int, answer: Mapping[str, Any]) -> Message:
     if code not in SITE_CODES:
         raise PrivacyRefusal(f"{task}: {code} is not a code that may leave the site")
-    allowed = dict.fromkeys(numbers_of(Code(code)), _number)
+    allowed = dict.fromkeys(settings_of(Code(code)), _number)
     if set(answer) - {"code", "numbers"}:
         raise PrivacyRefusal(f"{task}: an answer with code {code} holds more than its numbers")
     numbers = _mapping(allowed, optional=True)(f"{task}: numbers", answer.get("numbers", {}))

@@ -209,9 +209,6 @@ class Member:
         try:
             labels = labels_of(root, self.name, size=task.size, channels=task.channels)
             unknown = sum(count for label, count in labels.items() if label not in task.classes)
-            if unknown and study.masking:
-                # Numbers of images stay at the site: jobs with other classes each time would count its labels.
-                raise Refusal(Code.OTHER_LABELS)
             if unknown:
                 raise Refusal(Code.LABELS, unknown=unknown, images=labels.total())
             return load_site(
@@ -236,7 +233,7 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, BudgetSpent):
-        return Refusal(Code.BUDGET, asked=error.asked, limit=error.spent + error.left, left=error.left)
+        return Refusal(Code.BUDGET, limit=error.limit, asked=error.asked, left=error.left)
     refusal = Refusal(_code_of(error))
     refusal.__cause__ = error
     return refusal

@@ -1,7 +1,8 @@
 """The closed list of what can go wrong at a site or at the server: a code and numbers travel, never free text.
 
-The words are made where a person reads them, from the code and the numbers. What else is known about a failure stays
-in the log of the site where it happened.
+The words are made where a person reads them, from the code and the numbers. Numbers that travel are settings: of the
+job, of a site's policy, or what the server itself counted. Figures worked out from a site's data are for that site's
+own log: they never travel, with masks or without. What else is known about a failure stays there too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from crossward.federation.errors import CrosswardError
 
 
 class Code(IntEnum):
-    """Numbers are part of the protocol: they are never reused for something else."""
+    """Numbers are part of the protocol: they are never reused for something else (34 was another word for 14)."""
 
     VERSION = 10
     STUDY = 11
@@ -40,7 +41,6 @@ class Code(IntEnum):
     STORAGE = 31
     OTHER_VAULT = 32
     TRUSTING_JOB = 33
-    OTHER_LABELS = 34
     NO_PRIVACY = 35
     WEAK_PRIVACY = 36
     LARGE_DELTA = 37
@@ -65,9 +65,21 @@ class Code(IntEnum):
 
 @dataclass(frozen=True)
 class _Words:
+    """What is said for a code.
+
+    Attributes:
+        cause: with the settings in it.
+        remedy: what to do.
+        settings: names of numbers that may travel.
+        detail: with the figures in it; said where they are known, which is at the site.
+        figures: names of numbers that are worked out from the site's data and stay there.
+    """
+
     cause: str
     remedy: str
-    numbers: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    detail: str = ""
+    figures: tuple[str, ...] = ()
 
 
 _SITE_LOG = "The site's own log has the details"
@@ -88,9 +100,10 @@ _WORDS: dict[Code, _Words] = {
         "the site's images or its labels.csv cannot be read", f"{_SITE_LOG}, with the line of labels.csv"
     ),
     Code.LABELS: _Words(
-        "{unknown:.0f} of the site's {images:.0f} images have a label that is not one of the job's classes",
-        "Correct labels.csv at the site, or export the job with all the classes",
-        ("unknown", "images"),
+        "some of the site's images have a label that is not one of the job's classes",
+        f"Correct labels.csv at the site, or export the job with all the classes. {_SITE_LOG}",
+        detail="{unknown:.0f} of {images:.0f} images",
+        figures=("unknown", "images"),
     ),
     Code.TOO_FEW_IMAGES: _Words(
         "the site has too few images to train and test on, or only one class", f"Add images. {_SITE_LOG}"
@@ -158,10 +171,6 @@ _WORDS: dict[Code, _Words] = {
         "the job's secure aggregation reckons with no site that works together with the server",
         "Export the job anew: colluders is at least 1",
     ),
-    Code.OTHER_LABELS: _Words(
-        "some of the site's images have a label that is not one of the job's classes",
-        f"Correct labels.csv at the site, or export the job with all the classes. {_SITE_LOG}",
-    ),
     Code.NO_PRIVACY: _Words(
         "the site's policy demands differential privacy with epsilon up to {allowed:g}, and the job does not use it",
         "Export the job with --dp EPSILON; the rule is max_epsilon in the site's local/privacy.json",
@@ -183,11 +192,12 @@ _WORDS: dict[Code, _Words] = {
         ("noise", "allowed"),
     ),
     Code.BUDGET: _Words(
-        "the round would take what is told of the site's patients to epsilon {asked:.3g}; {limit:.3g} is the most, and "
-        "{left:.3g} is left",
+        "the round would take what is told of the site's patients past epsilon {limit:g}, which is the most",
         "The run ends here: what was finished can be used. A new job needs fewer rounds or a smaller --dp, or the "
-        "site's administrator a larger max_epsilon. At the site: crossward ledger show",
-        ("asked", "limit", "left"),
+        "site's administrator a larger max_epsilon. What is left shows at the site: crossward ledger show",
+        ("limit",),
+        detail="it would be {asked:.3g}, and {left:.3g} is left",
+        figures=("asked", "left"),
     ),
     Code.LEDGER: _Words(
         "the site's privacy ledger is missing, cut off or changed, so that nothing may be spent",
@@ -250,18 +260,24 @@ SITE_CODES = frozenset(code for code in Code if code < Code.NO_ANSWER or code >=
 """What a site may say of itself; the rest is what the server finds."""
 
 
-def numbers_of(code: Code) -> tuple[str, ...]:
+def settings_of(code: Code) -> tuple[str, ...]:
     """The names of the numbers that may travel with a code."""
-    return _WORDS[code].numbers
+    return _WORDS[code].settings
+
+
+def figures_of(code: Code) -> tuple[str, ...]:
+    """The names of the numbers that belong to a code and stay at the site: they tell of its data."""
+    return _WORDS[code].figures
 
 
 def words(code: int, numbers: Mapping[str, float] | None = None) -> str:
     """What a code means and what to do about it, in plain words; an unknown code says so."""
     if code not in Code.__members__.values():
         return f"an unknown code ({code}). The other side may run a newer version"
-    text = _WORDS[Code(code)]
-    known = {name: float((numbers or {}).get(name, float("nan"))) for name in text.numbers}
-    return f"{text.cause.format(**known)}. {text.remedy}"
+    text, given = _WORDS[Code(code)], numbers or {}
+    known = {name: float(given.get(name, float("nan"))) for name in (*text.settings, *text.figures)}
+    detail = f" ({text.detail})" if text.figures and set(text.figures) <= given.keys() else ""
+    return f"{(text.cause + detail).format(**known)}. {text.remedy}"
 
 
 class Refusal(CrosswardError):
@@ -271,6 +287,9 @@ class Refusal(CrosswardError):
         code: from the closed list.
         site: whose it is, where that is not plain from the context.
         numbers: those that the code has words for.
+
+    Attributes:
+        numbers: those of them that may travel; the others are in the words alone.
     """
 
     exit_code = 3
@@ -279,4 +298,4 @@ class Refusal(CrosswardError):
         super().__init__(words(code, numbers))
         self.code = code
         self.site = site
-        self.numbers = {name: float(numbers[name]) for name in numbers_of(code) if name in numbers}
+        self.numbers = {name: float(numbers[name]) for name in settings_of(code) if name in numbers}

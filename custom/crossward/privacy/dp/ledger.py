@@ -45,6 +45,7 @@ class BudgetSpent(PrivacyRefusal):
 
     Attributes:
         site: as above.
+        limit: epsilon that the budget allows.
         spent: as above.
         asked: as above.
         left: epsilon that is left.
@@ -52,6 +53,7 @@ class BudgetSpent(PrivacyRefusal):
 
     def __init__(self, *, site: str, budget: Budget, spent: float, asked: float, entry: Entry) -> None:
         self.site = site
+        self.limit = budget.epsilon
         self.spent = spent
         self.asked = asked
         self.left = max(budget.epsilon - spent, 0.0)
