@@ -186,3 +186,21 @@ def test_a_running_job_and_one_that_a_restarted_server_lost(board: Board) -> Non
     line = only(explain(board, "job-1"))
     assert "restarted" in line.cause
     assert "crossward job watch job-1" in line.next_step
+
+
+def test_a_site_that_was_caught_is_told_with_its_round_its_fault_and_the_evidence(board: Board) -> None:
+    shown = "hospital-b, round 2, attempt 1: shared another secret; evidence: runs/run-1/evidence/round-0002.json"
+    trouble = {"site": "hospital-b", "round": 2, "task": "survivors", "code": int(Code.CAUGHT), "evidence": shown}
+    ended(board, "FINISHED:COMPLETED", outcome=told("run-1", "completed", 4, troubles=[trouble]))
+    line = only(explain(board, "job-1"))
+    assert (line.site, line.round_number, line.log) == ("hospital-b", 2, shown)
+    assert "what it signed contradicts itself" in line.cause
+
+
+def test_what_a_site_keeps_against_the_server_is_shown_where_its_log_is_at_hand(board: Board, tmp_path: Path) -> None:
+    trouble = {"site": "hospital-b", "round": 2, "task": "survivors", "code": int(Code.NOT_MASKED)}
+    ended(board, "FINISHED:COMPLETED", outcome=told("run-1", "completed", 4, troubles=[trouble]))
+    shown = f"{STAMP}crossward.site.hospital-b - ERROR - server, round 2, attempt 1: again; evidence: runs/run-1/x.json"
+    later = f"{STAMP}crossward.site.hospital-b - ERROR - hospital-b, survivors of round 2: code 26: and so on"
+    kit(tmp_path / "kits", "hospital-b", job_log=f"{shown}\n{later}\n")
+    assert only(explain(board, "job-1", kits=tmp_path / "kits")).log == shown

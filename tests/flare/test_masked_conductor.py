@@ -24,6 +24,7 @@ from crossward.site.release import Credentials
 from crossward.site.study import Study
 from crossward.site.troubles import Code
 from tests.flare.fakes import JOB, Federation, SiteThread, closing, workspace_in
+from tests.site.liars import lying, rubbish
 from tests.site.made_up_sites import made_up_study, same_bits
 from tests.site.masked import authority, identity
 from tests.site.packs import cohort_in, write_packs
@@ -218,6 +219,38 @@ def test_too_few_sites_end_the_job_and_the_resumed_run_trains_nothing_again(
     assert bench.outcome(SECOND_JOB)["status"] == "completed"
     assert trained == []
     assert same_bits(bench.checkpoint, read_tensors(in_process[1] / "server" / "checkpoint.safetensors")[0])
+
+
+@pytest.mark.parametrize("victims", [NAMES, NAMES[:1]], ids=["everybody", "one"])
+def test_a_site_that_lies_to_others_is_left_out_by_name_and_the_run_goes_on(
+    bench: Bench, trained: list[tuple[str, int]], victims: tuple[str, ...]
+) -> None:
+    """It seals rubbish in the first round: no site that is honest is blamed for it, and none is dropped quietly."""
+    del trained
+    liar = NAMES[1]
+
+    def interfere(site: str, task: str, message: Message) -> Any:
+        if (site, task, message["round"]) == (liar, TRAIN, 1):
+            release = bench.sites[site].member._release
+            assert release is not None
+            lying(release, liar, rubbish(victims))
+        return NotImplemented
+
+    bench.run(masked_study(rounds=1), interfere=interfere)
+    outcome, (entry,) = bench.outcome(), bench.result()["rounds"]
+    out = {liar} if len(victims) > 1 else {liar, *victims}
+    code = Code.DISPUTED if len(victims) > 1 else Code.QUARREL
+    assert outcome["status"] == "completed"
+    assert entry["secagg"]["sites"] == [name for name in NAMES if name not in out]
+    assert {(each["site"], each["code"]) for each in outcome["troubles"]} == {(name, int(code)) for name in out}
+    assert {event["site"] for event in outcome["events"] if event["kind"] == "failed"} == out
+    for name in out:
+        assert (entry["sites"][name]["status"], entry["sites"][name]["code"]) == ("failed", int(code))
+    for trouble in outcome["troubles"]:
+        place = bench.folder / "server" / trouble["evidence"].partition("; evidence: ")[2]
+        assert read_json(place)["site"] == trouble["site"]
+    own = bench.folder / "sites" / victims[0] / "runs" / JOB / "evidence"
+    assert {read_json(path)["site"] for path in own.iterdir()} == {liar}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from crossward.privacy.sums import MaskedAlgebra
 from crossward.site import member as members
 from crossward.site import messages
 from crossward.site.declaration import Declaration
+from crossward.site.evidence import Evidence
 from crossward.site.journal import read_journal
 from crossward.site.masked_run import MaskedRun
 from crossward.site.messages import CONTRIBUTE, EVALUATE, FINISH, JOIN, OK, OPEN_TASKS, TRAIN, Message
@@ -122,6 +123,7 @@ class Server:
             MaskedAlgebra(self.coordinator.algebra, bits=settings.bits),
             study=MASKED.trained_digest(),
             exchange=self.ask,
+            evidence=Evidence(folder),
         )
         self.run = MaskedRun(self.coordinator, self.summing, addressed)
 

@@ -27,6 +27,7 @@ from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import SecureSite
 from crossward.privacy.sums import Kind, Request, received_digest
 from crossward.site import messages
+from crossward.site.evidence import Evidence
 from crossward.site.masked_run import MaskedRun
 from crossward.site.messages import BEGIN, CONTRIBUTE, TRAIN, Message
 from crossward.site.summing import Opened, Summing
@@ -39,7 +40,7 @@ from tests.privacy.test_wired_threats import whole_plan
 class Server:
     """An honest server over the sites of a table; ``deaf`` says whose tasks do not arrive."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, folder: Path) -> None:
         self.table = table
         self.deaf: Callable[[str, str], bool] = lambda task, site: False
         self.asked: list[Request] = []
@@ -49,6 +50,7 @@ class Server:
             table.masked,
             study=STUDY,
             exchange=self._exchange,
+            evidence=Evidence(folder),
         )
         self.summing.agree({name: {} for name in table.names}, round_number=0, enough=len(table.names))
 
@@ -80,10 +82,10 @@ class Server:
         return found
 
 
-def test_a_site_that_is_lost_costs_a_planned_sum_another_plan() -> None:
+def test_a_site_that_is_lost_costs_a_planned_sum_another_plan(tmp_path: Path) -> None:
     """The plan of five was opened over four, so that weights did not sum to 1, and the step was too small."""
     table = Table(mixtures, 5, fewest=4)
-    server = Server(table)
+    server = Server(table, tmp_path)
     table.train(7)
     planned: list[tuple[str, ...]] = []
     server.deaf = lambda task, site: task == CONTRIBUTE and site == "site-02"
@@ -108,7 +110,7 @@ class Rounds(Server):
     """Rounds of a run whose model does not matter."""
 
     def __init__(self, table: Table, folder: Path) -> None:
-        super().__init__(table)
+        super().__init__(table, folder)
         start = {name: torch.zeros(spec.shape) for name, spec in table.algebra.sent.items()}
         self.coordinator = Coordinator(folder, table.algebra, State(0, start), sites=table.names, rounds=9, seed=0)
         self.run = MaskedRun(self.coordinator, self.summing, lambda number: {"round": number})

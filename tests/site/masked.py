@@ -27,12 +27,13 @@ from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.throwaway import Authority
 from crossward.privacy.sums import Kind, MaskedAlgebra, Request, received_digest
 from crossward.site import messages
+from crossward.site.evidence import Evidence, Witness
 from crossward.site.masked_run import MaskedRun
 from crossward.site.member import refusal_of
 from crossward.site.messages import BEGIN, TRAIN, Message
 from crossward.site.release import Credentials, Release
 from crossward.site.summing import Summing
-from crossward.site.troubles import Code
+from crossward.site.troubles import Code, Refusal
 from crossward.site.vault import Vault
 
 RUN, STUDY = "run-1", "study"
@@ -135,6 +136,7 @@ class Federation:
         self.amend: Callable[[str, str, Message], Message] = lambda task, site, message: message
         self.said: list[Answered] = []
         self.refused: list[tuple[str, str, Code]] = []
+        self.left_out: list[tuple[int, str, str, Refusal]] = []
         self.releases: dict[str, Release] = {}
         self.open_job(job)
         if agree:
@@ -150,6 +152,8 @@ class Federation:
             MaskedAlgebra(self.algebra, bits=self.masking.bits),
             study=STUDY,
             exchange=self.exchange,
+            evidence=Evidence(self.folder / "server"),
+            left_out=lambda *found: self.left_out.append(found),
         )
         self.run = MaskedRun(self.coordinator, self.summing, self.address)
 
@@ -158,7 +162,7 @@ class Federation:
         self.releases[name] = self._release(name)
 
     def _release(self, name: str) -> Release:
-        return Release(
+        release = Release(
             self.hospitals[name],  # type: ignore[arg-type]
             masking=self.masking,
             study=STUDY,
@@ -166,6 +170,8 @@ class Federation:
             credentials=Credentials(identity(name), authority().roots),
             memory=self.folder / name / "masks",
         )
+        release.tasks = Witness(name, Evidence(self.folder / name)).over(release.tasks)
+        return release
 
     def address(self, number: int) -> Message:
         return messages.address(run=RUN, study=STUDY, round_number=number)

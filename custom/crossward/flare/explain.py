@@ -16,6 +16,7 @@ from typing import Any, Final
 from crossward.flare import names
 from crossward.flare.console import JobConsole
 from crossward.flare.outcome import ABORTED, COMPLETED, FINISHED, left_file
+from crossward.site.evidence import KEPT
 from crossward.site.troubles import Code, words
 
 SERVER: Final = "server"
@@ -247,7 +248,9 @@ def _troubles(told: Mapping[str, Any], logs: Mapping[str, list[str]]) -> Iterato
 
 def _coded(site: str, round_number: int, told: Mapping[str, Any], logs: Mapping[str, list[str]]) -> Line:
     cause, _, remedy = words(int(told["code"]), told.get("numbers") or {}).partition(". ")
-    return Line(site, round_number or None, cause, _last_trouble(logs.get(site, [])), remedy)
+    log = logs.get(site, [])
+    shown = told.get("evidence") or _last_evidence(int(told["code"]), log) or _last_trouble(log)
+    return Line(site, round_number or None, cause, shown, remedy)
 
 
 def _found(logs: Mapping[str, list[str]], at_work: int | None) -> Iterator[Line]:
@@ -292,6 +295,11 @@ def _sign_in(text: str) -> _Sign | None:
 def _last_trouble(log: list[str]) -> str | None:
     told = (line for line in reversed(log) if _TROUBLE_LINE.search(line) and not _NOISE.search(line))
     return next((_short(line) for line in told), None)
+
+
+def _last_evidence(code: int, log: list[str]) -> str | None:
+    """Where a site keeps what shows why it did not take a step of secure aggregation."""
+    return next((line.strip() for line in reversed(log) if code == Code.NOT_MASKED and KEPT in line), None)
 
 
 def _site_logs(kits: Path, job_id: str) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ from crossward.flare.phase import Answer, Outcome, Patience
 from crossward.flare.places import server_roots
 from crossward.privacy.secagg.server import SecureServer
 from crossward.privacy.sums import MaskedAlgebra
+from crossward.site.evidence import Evidence
 from crossward.site.masked_run import Cosines, MaskedRun
 from crossward.site.messages import CONTRIBUTE, EVALUATE, JOIN, TRAIN
 from crossward.site.study import Study
@@ -49,12 +50,15 @@ class MaskedConductor(Conductor):
             MaskedAlgebra(coordinator.algebra, bits=masking.bits),
             study=study.trained_digest(),
             exchange=self._ask,
+            evidence=Evidence(coordinator.checkpoint_path.parent),
+            left_out=self._left_out,
         )
         self._masked = MaskedRun(coordinator, self._summing, self._address)
         self._masking = masking
         self._outcome = Outcome()
         self._lost_keys = False
         self._tested: tuple[float, float] | None = None
+        self._faulty: dict[str, Refusal] = {}
 
     def privacy(self) -> dict[str, Any]:
         """How the run was protected, and the one figure on test images: of all sites together."""
@@ -93,6 +97,7 @@ class MaskedConductor(Conductor):
         self._progress.event("round", number, invited=list(invited))
         asked = self._masked.asked(number, invited)
         cosines: Cosines = {}
+        self._faulty = {}
 
         def take(site: str, answer: Answer) -> None:
             content = self._checked(asked[site][0], answer)
@@ -109,9 +114,15 @@ class MaskedConductor(Conductor):
         self._masked.assess(tally, outcome.answered, self._tell)
         seconds = time.monotonic() - began
         record = self._masked.record(opened, tally, asked, outcome.answered, seconds=seconds)
-        for site, refusal in outcome.refused.items():
+        for site, refusal in (outcome.refused | self._faulty).items():
             record["sites"][site] = {"status": "failed", "reason": str(refusal), "code": int(refusal.code)}
         self._close(record, after, opened.survivors)
+
+    def _left_out(self, number: int, task: str, site: str, refusal: Refusal) -> None:
+        """A site that is found at fault after it had answered: nobody is left out quietly."""
+        self._faulty[site] = refusal
+        self._controller.log_warning(self._fl_ctx, f"{refusal} ({refusal.evidence})")
+        self._progress.trouble("failed", number, site, task, refusal)
 
     def _tell(self, number: int, figures: Mapping[str, Any]) -> None:
         self._progress.event("aggregated", number, **figures)

@@ -48,7 +48,9 @@ class Progress:
 
     def trouble(self, kind: str, round_number: int, site: str, task: str, refusal: Refusal) -> None:
         """Note that a site did not do its part, and why."""
-        code = {"code": int(refusal.code), "numbers": refusal.numbers}
+        code: dict[str, Any] = {"code": int(refusal.code), "numbers": refusal.numbers}
+        if refusal.evidence:
+            code["evidence"] = refusal.evidence
         self.event(kind, round_number, site, task=task, **code)
         with self._lock:
             self._troubles.append({"site": site, "round": round_number, "task": task, **code})

@@ -16,7 +16,7 @@ import numpy as np
 from crossward.federation.contract import VALIDATION
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.canonical import decode
-from crossward.privacy.secagg.messages import AGREED, JOINED, UPLOAD
+from crossward.privacy.secagg.messages import AGREED, BLAME, JOINED, UPLOAD
 from crossward.privacy.secagg.messages import REVEAL as REVEALED
 from crossward.privacy.secagg.sketch import WIDTH
 from crossward.privacy.sums import MaskedAlgebra, Request
@@ -90,7 +90,9 @@ class Declaration:
         if code != OK:
             return _rebuilt_trouble(task, code, answer)
         required, optional = self._required[task], self._optional.get(task, {})
-        if task == CONTRIBUTE:
+        if task == CONTRIBUTE and "blame" in answer:
+            required = {"round": _round, "blame": _blame(asked or {})}
+        elif task == CONTRIBUTE:
             required = {**required, "vector": self._vector(asked or {})}
         checks = {**required, **optional}
         for name in answer:
@@ -128,13 +130,18 @@ class Declaration:
             "joined": "signed: the list of keys that the site was given",
             "shares": "shares of this attempt's secrets, each sealed to one other site",
             "upload": "signed: digest of the masked vector",
+            "blame": "signed, in place of both: a site whose shares do not hold, and these as it signed them",
             "opening": "signed: shares that take masks off the sum, or agreement to the sites in it",
         }
         return [
             {"task": task, "part": part, "content": contents[part]}
             for task in messages.TASKS
             if task in self._required
-            for part in (*self._required[task], *self._optional.get(task, {}))
+            for part in (
+                *self._required[task],
+                *self._optional.get(task, {}),
+                *(["blame"] if task == CONTRIBUTE else []),
+            )
         ]
 
 
@@ -237,6 +244,24 @@ def _signed(*kinds: str) -> Check:
         found: bytes = whole(where, value)
         if decode(found)["kind"] not in kinds:
             raise PrivacyRefusal(f"{where} is not the message that belongs there")
+        return found
+
+    return check
+
+
+def _blame(asked: Mapping[str, Any]) -> Check:
+    """A signed message that holds what others sealed to this site, as it came, and nothing else."""
+    inbox = asked.get("inbox")
+    whole = _signed(BLAME)
+
+    def check(where: str, value: Any) -> bytes:
+        found: bytes = whole(where, value)
+        body = decode(decode(found)["body"])
+        shares = body.get("shares") if type(body) is dict and body.keys() == {"shares"} else None
+        if type(shares) is not dict or not shares or not isinstance(inbox, Mapping):
+            raise PrivacyRefusal(f"{where} is not the message that belongs there")
+        if any(inbox.get(accused) != share for accused, share in shares.items()):
+            raise PrivacyRefusal(f"{where} holds something else than others shared with the site")
         return found
 
     return check

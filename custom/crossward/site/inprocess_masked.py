@@ -14,11 +14,13 @@ from crossward.privacy.secagg.server import SecureServer
 from crossward.privacy.secagg.throwaway import Authority
 from crossward.privacy.sums import MaskedAlgebra
 from crossward.site import messages
+from crossward.site.evidence import Evidence, Witness
 from crossward.site.inprocess import Event, Run
 from crossward.site.masked_run import Cosines, MaskedRun
 from crossward.site.messages import EVALUATE, Message
 from crossward.site.release import Credentials, Release
 from crossward.site.summing import Summing
+from crossward.site.troubles import Refusal
 
 _RUN = "run"
 
@@ -42,11 +44,15 @@ class MaskedInProcess(Run):
             )
             for name, participant in self._participants.items()
         }
+        for name, release in self._releases.items():
+            release.tasks = Witness(name, Evidence(self._folder / "sites" / name)).over(release.tasks)
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=authority.roots),
             MaskedAlgebra(self._coordinator.algebra, bits=masking.bits),
             study=self._study.trained_digest(),
             exchange=self._exchange,
+            evidence=Evidence(self._folder / "server"),
+            left_out=self._left_out,
         )
         self._masked = MaskedRun(self._coordinator, self._summing, self._address)
         number = self._coordinator.state.round_number
@@ -79,6 +85,10 @@ class MaskedInProcess(Run):
         coordinator.close_round(
             self._masked.record(opened, tally, asked, heard, seconds=time.monotonic() - began), after
         )
+
+    def _left_out(self, number: int, task: str, site: str, refusal: Refusal) -> None:
+        del task
+        self._failed(refusal, number, site)
 
     def _aggregated(self, number: int, figures: Mapping[str, Any]) -> None:
         self._listen(Event("aggregated", number, figures=figures))

@@ -34,6 +34,7 @@ from crossward.privacy.secagg.identity import Untrusted
 from crossward.privacy.secagg.memory import AlreadyUsed
 from crossward.site import messages
 from crossward.site.devices import Device
+from crossward.site.evidence import Evidence, Witness
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
 from crossward.site.policy import Policy
@@ -179,6 +180,7 @@ class Member:
                 memory=self._policy.state_root / "masks",
                 threads=os.cpu_count() or 1,
             )
+            self._release.tasks = Witness(self.name, Evidence(folder)).over(self._release.tasks)
         return self._participant
 
     def _book(self, run: str, credentials: Credentials) -> Book:

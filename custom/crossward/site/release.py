@@ -20,6 +20,7 @@ from torch import Tensor
 from crossward.federation.contract import Payload, Report, Sealed, Summed, Tally, Vector
 from crossward.federation.rules import divide
 from crossward.federation.scopes import tensors_digest
+from crossward.privacy.secagg.attempt import Blamed
 from crossward.privacy.secagg.identity import Identity
 from crossward.privacy.secagg.keys import derive
 from crossward.privacy.secagg.masks import remove_pads
@@ -186,13 +187,18 @@ class Release:
             contribution, tally, request.limits, rounding_key=self._chances(request), checks_key=checks
         )
         del contribution
-        upload = secure.contribute(
-            _part(message, "inbox", dict),
-            words,
-            update=self._digests[request.kind],
-            slots=layout.slots,
-            heed=lambda notes: self._heed(request, notes),
-        )
+        try:
+            upload = secure.contribute(
+                _part(message, "inbox", dict),
+                words,
+                update=self._digests[request.kind],
+                slots=layout.slots,
+                heed=lambda notes: self._heed(request, notes),
+            )
+        except Blamed as fault:
+            if not fault.message:
+                raise
+            return {"round": request.round_number, "blame": fault.message}
         if request.kind is Kind.UPDATES:
             # Keys of an attempt that failed do not open this one; its own come when it is opened.
             self._participant.vault.keep_keys(request.round_number, {})

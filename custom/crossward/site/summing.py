@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 from crossward.federation.contract import Plan, Vector
 from crossward.federation.errors import PrivacyRefusal
+from crossward.privacy.secagg.blame import left_out
 from crossward.privacy.secagg.masks import Words
 from crossward.privacy.secagg.server import Attempt, Caught, SecureServer, TooFew
 from crossward.privacy.secagg.vector import VectorLayout
 from crossward.privacy.sums import Kind, MaskedAlgebra, Request, tallies_of
+from crossward.site.evidence import Evidence, Fault
 from crossward.site.messages import BEGIN, CONTRIBUTE, JOIN, KEYS, REVEAL, ROSTER, SURVIVORS, Message
 from crossward.site.troubles import Code, Refusal
 
@@ -73,6 +75,8 @@ class Summing:
         masked: what sums there are.
         study: digest of what is trained, see ``Study.trained_digest``.
         exchange: carries tasks.
+        evidence: where is kept what shows that a site is at fault.
+        left_out: called with round, task, site and reason when one that answered well is found at fault.
     """
 
     def __init__(
@@ -82,12 +86,18 @@ class Summing:
         *,
         study: str,
         exchange: Exchange,
+        evidence: Evidence,
+        left_out: Callable[[int, str, str, Refusal], None] = lambda number, task, site, refusal: None,
     ) -> None:
         self.masked = masked
         self._make_server = server
         self.server = server(0)
         self.study = study
         self._exchange = exchange
+        self.evidence = evidence
+        self.left_out = left_out
+        self.faulty: dict[str, Refusal] = {}
+        """The sites that were found at fault in the sum that is asked for; it goes on without them."""
         self._agreements = 0
         self.attempts = 0
         self._tried: Counter[tuple[Kind, int]] = Counter()
@@ -171,8 +181,9 @@ class Summing:
             note: called before sites are asked to open something.
 
         Raises:
-            Refusal: too few sites are left; nothing was opened.
+            Refusal: too few sites are left; nothing was opened. Where that is for sites at fault, it names them.
         """
+        self.faulty = {}
         everybody = tuple(sorted(address))
         again = [
             opening
@@ -181,7 +192,7 @@ class Summing:
         ]
         present = everybody
         for first in dict.fromkeys([*again, Opening(everybody, everybody)]):
-            cohort, present = first.cohort, first.sites
+            cohort, present = first.cohort, tuple(site for site in first.sites if site not in self.faulty)
             for _ in range(MOST_ATTEMPTS):
                 if len(present) < self.fewest:
                     break
@@ -199,6 +210,9 @@ class Summing:
                     return _Sum(self, request, {site: address[site] for site in present}, model, note).run()
                 except _Left as left:
                     cohort, present = left.cohort, left.present
+        for refusal in self.faulty.values():
+            alike = sorted(site for site, other in self.faulty.items() if other.code is refusal.code)
+            raise Refusal(refusal.code, site=" and ".join(alike), **refusal.numbers)
         raise Refusal(Code.NO_SUM, sites=len(present), needed=self.fewest)
 
     def ask(
@@ -215,7 +229,7 @@ class Summing:
 class _Left(Exception):
     """An attempt failed; the next one is with those that are left, and for no others unless a cohort is given."""
 
-    def __init__(self, present: Collection[str], cohort: tuple[str, ...] | None = None) -> None:
+    def __init__(self, present: Iterable[str], cohort: tuple[str, ...] | None = None) -> None:
         super().__init__()
         self.present = tuple(sorted(present))
         self.cohort = cohort or self.present
@@ -255,6 +269,7 @@ class _Sum:
         present = self._ask(
             CONTRIBUTE, {site: {**described, "inbox": attempt.inbox(site)} for site in sharers}, self._take_vector
         )
+        self._settle(present)
         uploads = self._step(attempt.close_uploads, present)
         survivors = attempt.survivors
         self._demand_whole(survivors)
@@ -287,14 +302,67 @@ class _Sum:
         if self._request.whole and len(present) < len(self._request.cohort):
             raise _Left(present)
 
+    def _settle(self, present: Collection[str]) -> None:
+        """Where sites blame one another, the next attempt is without those who stand against most."""
+        found = left_out(self._attempt.blames)
+        for site, others in found.items():
+            what = f"what was shared between {site} and {', '.join(others)} does not hold, by what they signed"
+            code, numbers = (Code.DISPUTED, {"sites": len(others)}) if len(others) > 1 else (Code.QUARREL, {})
+            messages = self._attempt.quarrel(site, others)
+            self._report(CONTRIBUTE, self._at_fault(code, site, what, messages, signers=(site, *others), **numbers))
+        if found:
+            raise _Left(site for site in present if site not in found)
+
+    def _at_fault(
+        self,
+        code: Code,
+        site: str,
+        what: str,
+        messages: Mapping[str, bytes],
+        *,
+        signers: Sequence[str],
+        **numbers: float,
+    ) -> Refusal:
+        """Write down what a site did; the sum is asked for without it from here on."""
+        summing, request = self._summing, self._request
+        fault = Fault(
+            site=site,
+            what=what,
+            round_number=request.round_number,
+            attempt=request.attempt,
+            messages=messages,
+            hellos={signer: summing.server.hello_of(signer) for signer in signers},
+        )
+        refusal = Refusal(code, site=site, **numbers)
+        refusal.evidence = summing.evidence.keep(fault)
+        summing.faulty[site] = refusal
+        return refusal
+
+    def _caught(self, caught: Caught) -> Refusal:
+        messages = {f"message {place}": each for place, each in enumerate(caught.evidence, start=1)}
+        return self._at_fault(Code.CAUGHT, caught.site, caught.what, messages, signers=self._request.cohort)
+
+    def _report(self, task: str, refusal: Refusal) -> None:
+        self._summing.left_out(self._request.round_number, task, refusal.site or "", refusal)
+
     def _take_vector(self, site: str, answer: Message) -> None:
+        if "blame" in answer:
+            self._attempt.take_blame(site, answer["blame"])
+            return
         self._attempt.take_vector(site, answer["upload"], self._layout.ring.unpack(answer["vector"]))
 
     def _ask(
         self, task: str, content: Mapping[str, Mapping[str, Any]], take: Callable[[str, Message], None]
     ) -> tuple[str, ...]:
         asked = {site: {**self._address[site], **part} for site, part in content.items()}
-        return self._summing.ask(task, asked, self._request.round_number, self._enough, take)
+
+        def taken(site: str, answer: Message) -> None:
+            try:
+                take(site, answer)
+            except Caught as caught:
+                raise self._caught(caught) from caught
+
+        return self._summing.ask(task, asked, self._request.round_number, self._enough, taken)
 
     def _step(self, close: Callable[[], Any], present: Collection[str]) -> Any:
         try:
@@ -302,6 +370,7 @@ class _Sum:
         except TooFew as error:
             raise _Left(present) from error
         except Caught as error:
-            raise _Left(site for site in present if site != error.site) from error  # type: ignore[arg-type]
+            self._report(SURVIVORS, self._caught(error))
+            raise _Left(site for site in present if site != error.site) from error
         except PrivacyRefusal as error:
             raise _Left(()) from error

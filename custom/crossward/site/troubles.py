@@ -55,8 +55,11 @@ class Code(IntEnum):
     NOT_RESUMABLE = 46
     ABORTED = 47
     NO_SUM = 48
+    CAUGHT = 49
     GATE = 50
     NOT_DECLARED = 51
+    DISPUTED = 52
+    QUARREL = 53
     LEDGER = 60
     NOT_PRIVATE = 61
     OTHER_UNIT = 62
@@ -253,6 +256,22 @@ _WORDS: dict[Code, _Words] = {
     Code.NOT_DECLARED: _Words(
         "the server refused the site's report: it is not what the study declares", "The server's log names it"
     ),
+    Code.CAUGHT: _Words(
+        "the site broke secure aggregation: what it signed contradicts itself, or what it committed to",
+        "The sum goes on without the site where it can. The evidence is in the run's folder at the server; "
+        "ask who runs the site, and resume the run without it",
+    ),
+    Code.DISPUTED: _Words(
+        "the site stands alone against {sites:.0f} others: what was shared between them for a sum does not hold",
+        "The sum goes on without the site, which is asked again in the next round. The evidence is in the run's "
+        "folder at the server; ask who runs the site",
+        ("sites",),
+    ),
+    Code.QUARREL: _Words(
+        "the site and one other quarrel about what they shared for a sum, and nobody else can tell which one is wrong",
+        "The sum goes on without the two where enough are left; they are asked again in the next round. The evidence "
+        "is in the run's folder at the server; ask who runs both sites",
+    ),
 }
 
 
@@ -290,6 +309,7 @@ class Refusal(CrosswardError):
 
     Attributes:
         numbers: those of them that may travel; the others are in the words alone.
+        evidence: what shows it, and where that is kept; filled in by whoever found it, and it does not travel.
     """
 
     exit_code = 3
@@ -298,4 +318,5 @@ class Refusal(CrosswardError):
         super().__init__(words(code, numbers))
         self.code = code
         self.site = site
+        self.evidence = ""
         self.numbers = {name: float(numbers[name]) for name in settings_of(code) if name in numbers}

@@ -22,6 +22,10 @@ class AlreadyUsed(PrivacyRefusal):
     """An attempt, a model or an update that was used before in a way that forbids using it again."""
 
 
+class Replayed(AlreadyUsed):
+    """An attempt that the server asks for a second time."""
+
+
 @dataclass(frozen=True)
 class Use:
     """One step of one attempt, on disk before the step is taken.
@@ -80,7 +84,7 @@ def check_new(uses: Sequence[Use], binding: Binding, *, job: str) -> None:
     for use in uses:
         same_keys = (use.job, use.round_number, use.attempt) == (job, binding.round_number, binding.attempt)
         if same_keys or (use.job == job and use.round_number == binding.round_number and use.attempt > binding.attempt):
-            raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was made before")
+            raise Replayed(f"attempt {binding.attempt} of round {binding.round_number} was made before")
     for use in uses:
         if use.step == "opened" and not (use.about == about_of(binding) and set(use.cohort) <= set(binding.cohort)):
             raise AlreadyUsed(_opened(use))

@@ -14,6 +14,7 @@ SHARE = "share"
 UPLOAD = "upload"
 AGREED = "agreed"
 REVEAL = "reveal"
+BLAME = "blame"
 
 
 @dataclass(frozen=True)

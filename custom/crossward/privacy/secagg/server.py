@@ -7,7 +7,7 @@ arrived, and of nothing less.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from crossward.privacy.secagg.keys import signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
 from crossward.privacy.secagg.messages import (
     AGREED,
+    BLAME,
     REVEAL,
     SHARE,
     UPLOAD,
@@ -49,6 +50,7 @@ class Caught(PrivacyRefusal):
     def __init__(self, site: str, what: str, *evidence: bytes) -> None:
         super().__init__(f"{site} {what}")
         self.site = site
+        self.what = what
         self.evidence = evidence
 
 
@@ -92,6 +94,10 @@ class SecureServer:
         """What every site answered to the roster, for every site."""
         return dict(self._joined)
 
+    def hello_of(self, site: str) -> bytes:
+        """A site's keys, signed by its certificate: what its messages are checked with."""
+        return self._hellos[site]
+
     def attempt(self, binding: Binding, *, words: int) -> Attempt:
         """Begin an attempt at a sum of vectors of so many words."""
         if self.roster is None:
@@ -118,6 +124,8 @@ class Attempt:
         self._uploads: dict[str, bytes] = {}
         self._agreements: dict[str, bytes] = {}
         self._reveals: dict[str, dict[str, Any]] = {}
+        self._blames: dict[str, bytes] = {}
+        self._blamed: dict[str, tuple[str, ...]] = {}
         self.sum = np.zeros(words, dtype=np.uint32)
         self._sharers: tuple[str, ...] = ()
         self._survivors: tuple[str, ...] = ()
@@ -164,10 +172,40 @@ class Attempt:
         """What the other sharers shared with a site."""
         return {sender: self._boxes[sender][site] for sender in self._sharers if sender != site}
 
+    def take_blame(self, site: str, message: bytes) -> None:
+        """Keep whom a site blames in place of a vector, when each of them signed what it is blamed for.
+
+        Raises:
+            PrivacyRefusal: it shows nothing that the accused shared with this site.
+        """
+        self._expect_vector(site)
+        shares = canonical.field(self._open(message, BLAME, site), "shares", dict)
+        relayed = self.inbox(site)
+        if not shares or any(relayed.get(accused) != share for accused, share in shares.items()):
+            raise Malformed(f"{site} blames others for what they did not share with it")
+        self._blames[site], self._blamed[site] = message, tuple(shares)
+
+    @property
+    def blames(self) -> dict[str, tuple[str, ...]]:
+        """By site, whom it blames."""
+        return dict(self._blamed)
+
+    def quarrel(self, site: str, others: Iterable[str]) -> dict[str, bytes]:
+        """What a site and others signed against one another."""
+        ends = {site: set(others), **{other: {site} for other in others}}
+        return {
+            f"{name} blames": message
+            for name, message in self._blames.items()
+            if not ends.get(name, set()).isdisjoint(self._blamed[name])
+        }
+
+    def _expect_vector(self, site: str) -> None:
+        if site not in self._sharers or site in self._uploads or site in self._blames or self._survivors:
+            raise Malformed(f"a vector of {site} that nobody waits for")
+
     def take_vector(self, site: str, message: bytes, words: Words) -> None:
         """Add a site's masked vector to the sum."""
-        if site not in self._sharers or site in self._uploads or self._survivors:
-            raise Malformed(f"a vector of {site} that nobody waits for")
+        self._expect_vector(site)
         body = self._open(message, UPLOAD, site)
         if words.dtype != np.uint32 or words.shape != (self._words,):
             raise Malformed(f"{site}'s vector is not of {self._words} words")
@@ -217,7 +255,8 @@ class Attempt:
                 held = self._commitments[owner][site]["shares"] if owner != site else self._own(owner)
                 what = ("self share", "wrap share")[place]
                 if type(share) is not bytes or commitment(what, self._context, share) != held[place]:
-                    raise Caught(site, f"revealed another share than {owner} gave it", message)
+                    given = self._boxes[owner].get(site, b"")
+                    raise Caught(site, f"revealed another share than {owner} gave it", given, message)
         self._reveals[site] = body
 
     def open(self) -> Words:
@@ -248,26 +287,29 @@ class Attempt:
         try:
             secret = join(shares, threshold=self._threshold)
         except BadShares as error:
-            raise Caught(site, "shared something that is no secret") from error
+            raise Caught(site, "shared something that is no secret", *self._boxes[site].values()) from error
         # Holders are tied to their shares, so a secret that does not fit is its owner's doing.
         if commitment(which, self._context, secret) != committed:
-            raise Caught(site, "shared another secret than it committed to")
+            raise Caught(site, "shared another secret than it committed to", *self._boxes[site].values())
         return secret
 
     def _masks_with(self, dropped: str) -> list[Mask]:
         """The masks that survivors put on for a site whose own vector is missing."""
-        content = unlock(
-            self._secret(dropped, "wrap"), self._wrapped[dropped], about=digest("wrapped", self._context, dropped)
-        )
-        seeds: Mapping[str, bytes] = decode(content)
+        secret, boxes = self._secret(dropped, "wrap"), self._boxes[dropped]
+        try:
+            content = unlock(secret, self._wrapped[dropped], about=digest("wrapped", self._context, dropped))
+            sealed = decode(content)
+            seeds = {survivor: canonical.field(sealed, survivor, bytes) for survivor in self._survivors}
+        except (Untrusted, Malformed) as error:
+            raise Caught(dropped, "sealed a list of masks that is none", *boxes.values()) from error
         found = []
-        for survivor in self._survivors:
-            seed = canonical.field(seeds, survivor, bytes)
+        for survivor, seed in seeds.items():
             used = commitment("pair", self._context, seed)
             if used != self._commitments[dropped][survivor]["pair"]:
-                raise Caught(dropped, f"sealed another mask for {survivor} than it committed to")
+                raise Caught(dropped, f"sealed another mask for {survivor} than it committed to", boxes[survivor])
             if used != self._commitments[survivor][dropped]["pair"]:
-                raise Caught(survivor, f"committed to another mask for {dropped} than {dropped} sealed")
+                both = (self._boxes[survivor][dropped], boxes[survivor])
+                raise Caught(survivor, f"committed to another mask for {dropped} than {dropped} sealed", *both)
             # The survivor added it where its name comes first, and took it away otherwise.
             found.append(Mask(seed, -1 if survivor < dropped else 1))
         return found

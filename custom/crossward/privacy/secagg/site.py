@@ -20,15 +20,15 @@ from crossward.privacy.secagg.identity import Identity, Untrusted
 from crossward.privacy.secagg.keys import JobKeys, PairRoots, derive, fresh, lock, sign, signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
 from crossward.privacy.secagg.memory import (
-    AlreadyUsed,
     Memory,
+    Replayed,
     Use,
     about_of,
     check_new,
     check_same_update,
     check_sum,
 )
-from crossward.privacy.secagg.messages import AGREED, JOINED, REVEAL, SHARE, UPLOAD, names_of
+from crossward.privacy.secagg.messages import AGREED, BLAME, JOINED, REVEAL, SHARE, UPLOAD, names_of
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.roster import Roster, check_roster, hello
 from crossward.privacy.secagg.settings import Settings
@@ -159,7 +159,7 @@ class SecureSite:
         )
         # Boxes have a key of the context and no nonce: a context seals once.
         if context in self._begun:
-            raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was begun before")
+            raise Replayed(f"attempt {binding.attempt} of round {binding.round_number} was begun before")
         self._begun.add(context)
         peers = [name for name in binding.cohort if name != self.name]
         seeds = {peer: pairs.key(peer, "pair", context=context) for peer in peers}
@@ -215,8 +215,13 @@ class SecureSite:
         self.settings.check_cohort(len(sharers))
         if len(sharers) < attempt.threshold:
             raise PrivacyRefusal(f"{len(sharers)} sites shared their secrets, and opening takes {attempt.threshold}")
-        for peer, message in inbox.items():
-            self._take_share(attempt, peer, message)
+        # What its sender did not sign like this accuses nobody: the server may have changed it.
+        bodies = {peer: self._signed_share(attempt, peer, message) for peer, message in inbox.items()}
+        faults = attempt.take_shares(self.name, bodies, lambda peer: self._share_key(attempt.context, peer, self.name))
+        if faults:
+            # The server has what the accused signed; nothing else is shown.
+            shown = {"shares": {fault.site: inbox[fault.site] for fault in faults}}
+            raise Blamed.of(faults, sign(BLAME, shown, sender=self.name, context=attempt.context, keys=self._keys))
         attempt.held[self.name] = attempt.own_shares
         attempt.sharers = sharers
 
@@ -320,18 +325,13 @@ class SecureSite:
         attempt.held = {}
         return sign(REVEAL, body, sender=self.name, context=attempt.context, keys=self._keys)
 
-    def _take_share(self, attempt: SiteAttempt, peer: str, message: bytes) -> None:
+    def _signed_share(self, attempt: SiteAttempt, peer: str, message: bytes) -> dict[str, Any]:
         try:
-            body = self._open(message, SHARE, peer, attempt.context)
-            if body.get("to") != self.name:
-                raise Malformed("shares for another site")
-            box = canonical.field(body, "box", bytes)
-            content = unlock(self._share_key(attempt.context, peer, self.name), box, about=attempt.context)
+            return self._open(message, SHARE, peer, attempt.context)
         except (Untrusted, Malformed) as error:
             raise Blamed(
                 peer, f"or the server changed what it shares, or has another round in mind ({error})"
             ) from error
-        attempt.take(peer, body, content)
 
     def _pad(self, attempt: SiteAttempt, owner: str, words: Words) -> None:
         """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""
