@@ -100,6 +100,9 @@ ARISES: Mapping[Code, str] = {
     Code.NOT_RESUMABLE: "the job names a run, and the server has none like it",
     Code.ABORTED: "somebody, or FLARE, ended the job",
     Code.NO_SUM: "the server asks for a sum, and sites drop out of it or refuse, up to four times",
+    Code.CAUGHT: "the server holds what the site signed for a sum against the rest of it, and against what opens it",
+    Code.DISPUTED: "sites answer with signed blame in place of a vector; the server counts who disagrees with whom",
+    Code.QUARREL: "the same, where one site blames one other, and nobody else does",
     Code.GATE: "the gate at the site raised: FLARE sends its mark for a refused filter, and nothing else",
     Code.NOT_DECLARED: "the server holds the answer against the same declaration as the gate",
 }

@@ -253,6 +253,29 @@ def test_a_site_that_lies_to_others_is_left_out_by_name_and_the_run_goes_on(
     assert {read_json(path)["site"] for path in own.iterdir()} == {liar}
 
 
+def test_a_site_that_contradicts_itself_is_caught_by_name_and_with_evidence(
+    bench: Bench, trained: list[tuple[str, int]]
+) -> None:
+    del trained
+    liar = NAMES[1]
+
+    def interfere(site: str, task: str, message: Message) -> Any:
+        if (site, task, message["round"]) == (liar, TRAIN, 1):
+            release = bench.sites[site].member._release
+            assert release is not None
+            lying(release, liar, lambda peer, body: {"self": bytes(32)} if peer == LAST else {})
+        return NotImplemented
+
+    bench.run(masked_study(rounds=1), interfere=interfere)
+    outcome, (entry,) = bench.outcome(), bench.result()["rounds"]
+    assert outcome["status"] == "completed"
+    assert entry["secagg"]["sites"] == [name for name in NAMES if name != liar]
+    assert {(each["site"], each["code"]) for each in outcome["troubles"]} == {(liar, int(Code.CAUGHT))}
+    shown = {each["evidence"].partition("; evidence: ")[0].partition(": ")[2] for each in outcome["troubles"]}
+    assert shown == {"committed to different secrets towards different sites"}
+    assert (entry["sites"][liar]["status"], entry["sites"][liar]["code"]) == ("failed", int(Code.CAUGHT))
+
+
 @pytest.mark.parametrize(
     ("study", "policy", "code", "numbers"),
     [

@@ -185,4 +185,5 @@ class MaskedConductor(Conductor):
 
     def _heard(self, outcome: Outcome) -> Outcome:
         self._lost_keys |= any(refusal.code is Code.NO_KEYS for refusal in outcome.refused.values())
+        self._faulty |= {site: found for site, found in outcome.refused.items() if found.code is Code.CAUGHT}
         return outcome
