@@ -14,12 +14,15 @@ from tests.site.made_up_sites import made_up_study, same_bits
 from tests.site.masked_runs import NAMES, Ended, Runs, masked_study, quick
 from torch import Tensor
 
+from crossward.federation.combine import normalise
 from crossward.federation.contract import Report
 from crossward.federation.scopes import Scope, names_in, tensors_digest
 from crossward.federation.storage import read_tensors
 from crossward.methods.fdse import FDSE
+from crossward.methods.finch import first_neighbour_groups
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.settings import Settings
+from crossward.privacy.secagg.sketch import gram
 from crossward.site.declaration import Declaration
 from crossward.site.messages import (
     BEGIN,
@@ -115,6 +118,21 @@ def test_fedcode_gives_the_same_prototypes_and_a_style_that_only_sites_can_read(
         assert np.array_equal(read.plan.values[STYLE]["group"], group)
 
 
+def test_the_record_says_which_groups_and_prototypes_fedcode_would_have_had(ran: Runs) -> None:
+    ended = ran(masked_study("fedcode"))
+    (entry,), reports = ended.result["rounds"], [ended.seen.reports[name, 1] for name in NAMES]
+    groups = first_neighbour_groups(np.stack([report.update[STYLE].reshape(-1).numpy() for report in reports]))
+    holders = np.sum([report.tally["prototypes/present"] for report in reports], axis=0)
+    expected = {
+        "style/groups": 1.0,
+        "style/plain_groups": float(len(set(groups.tolist()))),
+        "prototypes/withheld": float(((holders > 0) & (holders < 3)).sum()),
+    }
+    assert entry["secagg"]["bounds"] == expected
+    assert entry["secagg"]["sketch_error"] == {}
+    assert ended.result["privacy"]["differences"]["bounds"] == expected
+
+
 # FDSE: its plan is made of sketches, so the open computation is given the same one
 
 
@@ -170,6 +188,31 @@ def test_fdse_gives_what_an_open_computation_gives_with_the_same_plan(fdse: Ende
         read = fdse.seen.payloads[site, number].tensors
         assert_close({name: read[name] for name in shared}, shared, cut_off=cut_off)
         assert_close({name: read[name] for name in own[site]}, own[site], cut_off=cut_off)
+
+
+def test_the_record_measures_what_fdse_s_sketches_are_off_by(fdse: Ended) -> None:
+    method = FDSE().under_masks(4)
+    algebra = method.algebra(masked_study("fdse").task, masked_study("fdse").model())
+    for number, entry in enumerate(fdse.result["rounds"], start=1):
+        measured, off = entry["secagg"]["sketch_error"], []
+        trained = [answer["cosines"] for task, _, answer in fdse.seen.answers if task == TRAIN][(number - 1) * 4 :]
+        cosines = dict(zip(NAMES, trained[:4], strict=True))
+        for block, names in algebra.blocks().items():
+            sketches = [cosines[site][block] for site in NAMES]
+            updates = [fdse.seen.reports[site, number].update for site in NAMES]
+            rows = np.stack(
+                [np.concatenate([update[name].numpy().reshape(-1) for name in names]) for update in updates]
+            )
+            true = normalise(rows.astype(np.float64) @ rows.T)
+            if block.startswith("shared/"):
+                off += (gram(sketches) - true)[np.triu_indices(4, 1)].tolist()
+        # Of a dozen cosines, some of them of one key: half or double is what may be asked for.
+        assert 0.5 < measured["shared/cosines"] / np.sqrt(np.mean(np.square(off))) < 2
+        assert measured.keys() == {"shared/cosines", "shared/weights", "personal/cosines", "personal/attention"}
+        assert entry["secagg"]["bounds"] == {}
+    found = fdse.result["privacy"]["differences"]
+    assert found["capped"] == max(entry["secagg"]["capped"] for entry in fdse.result["rounds"])
+    assert found["sketch_error"].keys() == measured.keys()
 
 
 def test_every_site_has_erasers_of_its_own_and_the_server_can_read_none_of_them(fdse: Ended) -> None:

@@ -91,6 +91,8 @@ class ConsensusMaximisation(_Blockwise):
         cap: largest u_k; a block in which too few moved to keep it stays as it is.
     """
 
+    weighs: ClassVar[str] = "weights"
+
     def __init__(self, blocks: Mapping[str, Sequence[str]], *, cap: float | None = None) -> None:
         super().__init__(blocks)
         self._cap = cap
@@ -151,6 +153,8 @@ class SimilarityAware(_Blockwise):
         others: from how many others at least a site receives, see ``spread_out``; as it comes if not given.
         averaged: whether the server gets the mean under masks.
     """
+
+    weighs: ClassVar[str] = "attention"
 
     def __init__(
         self,
