@@ -83,7 +83,10 @@ def _differences(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]])
 
 def _off_by(errors: Mapping[str, float]) -> str:
     """What sketches brought, as it was measured by their halves."""
-    said = [f"{_MEASURED.get(name, name)} by about {error:.3f}" for name, error in errors.items()]
+    said = [
+        f"{_MEASURED.get(name, name)} by {f'about {error:.3f}' if error >= 0.0005 else 'less than 0.001'}"
+        for name, error in errors.items()
+    ]
     return f": measured in this run, {', '.join(said)}" if said else ""
 
 
