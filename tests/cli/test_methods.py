@@ -103,7 +103,7 @@ def test_fdse_shows_cosines_of_merged_blocks_and_nobodys_mixture(rows: dict[str,
     assert said(masked["server"], "weight of every site", "mean length")
     assert said(masked["sites"], "its own mixture", "at least 2 others")
     assert said(row["open"]["sites"], "its own mixture")
-    assert masked["options"] == {"layers": "merged", "cap": 0.45}
+    assert masked["options"] == {"layers": "merged", "heard": 3}
     assert masked["fewest_sites"] == 4
 
 
@@ -129,7 +129,7 @@ def test_the_text_says_it_method_by_method_and_what_is_common_once(crossward: Co
         assert ("the server learns, under secure aggregation:" in text) == (name != "local")
         assert "validation images" not in text
     assert common.count("validation images") == 2
-    assert 'at least 4 sites, layers="merged", cap=0.45' in done.out
+    assert 'at least 4 sites, layers="merged", heard=3' in done.out
     assert "not part of this version" not in done.out
 
 

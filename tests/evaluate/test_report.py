@@ -168,6 +168,46 @@ def test_protection_is_told_in_plain_words(make, tmp_path):
     assert "not recorded" in unknown.text
 
 
+def masked(make, *found):
+    """A run whose rounds' sums differ from the plain ones by what is found."""
+    result = make(privacy={"secagg": True, "dp": False, "epsilon": {}})
+    for entry, each in zip(result["rounds"], found, strict=False):
+        entry["secagg"] = {"sites": list(entry["sites"]), "attempt": 1, "cut_off": 0.0, "sketches": 0, "capped": None}
+        entry["secagg"] |= each
+    return result
+
+
+def test_by_how_much_sketches_moved_the_weights_is_what_was_measured(make, tmp_path):
+    one = {"shared/cosines": 0.03, "shared/weights": 0.01, "personal/cosines": 0.05, "personal/attention": 2e-5}
+    other = {"shared/cosines": 0.05, "shared/weights": 0.01, "personal/cosines": 0.05, "personal/attention": 4e-5}
+    rounds = [{"sketches": 8, "capped": 0.25, "sketch_error": each} for each in (one, other)]
+    page, _ = report(tmp_path, masked(make, *rounds))
+    # The root of the mean square of the rounds: 0.0412, of updates' cosines.
+    for said in (
+        "compared by 8 sketches instead of exactly",
+        "cosines of updates are off by about 0.041",
+        "weights of updates by about 0.010",
+        "cosines of personal tensors by about 0.050",
+        "parts of mixtures by less than 0.001",
+        "up to 25.0 %",
+    ):
+        assert said in page.text, said
+    earlier, _ = report(tmp_path, masked(make, {"sketches": 8}))
+    assert "by 8 sketches instead of exactly." in earlier.text
+    assert "off by" not in earlier.text, "what was not measured is not said"
+
+
+def test_how_many_style_groups_and_prototypes_there_would_have_been_is_said(make, tmp_path):
+    bounds = {"style/groups": 1.0, "style/plain_groups": 3.0, "prototypes/withheld": 2.0}
+    fewer = {"style/groups": 1.0, "style/plain_groups": 1.0, "prototypes/withheld": 0.0}
+    page, _ = report(tmp_path, masked(make, {"bounds": bounds}, {"bounds": fewer}))
+    assert "2 style groups of all rounds together, where there would have been 4" in page.text
+    assert "2 times a class had no new prototype" in page.text
+    same, _ = report(tmp_path, masked(make, {"bounds": fewer}))
+    assert "No style groups were joined" in same.text
+    assert "No prototype was withheld" in same.text
+
+
 def test_a_bare_result_still_makes_a_page(make, tmp_path):
     site = {"n_train": 3, "n_test": 2, "accuracy": 0.5}
     bare = make(sites={"North": site}, rounds=[], cross_site=None, best_round=None, data={}, options={}, versions={})

@@ -147,6 +147,7 @@ def test_the_same_model_as_in_process_and_no_number_of_a_single_site(
     result = bench.result()
     assert result["best_round"] == expected["best_round"]
     assert result["privacy"]["test"] == expected["privacy"]["test"]
+    assert result["privacy"]["differences"] == expected["privacy"]["differences"]
     assert [entry["sums"] for entry in result["rounds"]] == [entry["sums"] for entry in expected["rounds"]]
     # What stands under a site's name: who took part, and counts that are not known.
     assert numbers_in([entry["sites"] for entry in result["rounds"]]) == []

@@ -30,6 +30,7 @@ from crossward.methods import Task, create
 from crossward.methods.base import Batch, Context, Model, Trace
 from crossward.methods.fdse import (
     FDSE,
+    ConsensusMaximisation,
     DecomposedConv,
     attention,
     consensus_weights,
@@ -1250,8 +1251,8 @@ def test_under_masks_every_step_is_made_by_three_sites_or_more_or_not_at_all(tmp
     planned = after.plan.values["shared"]
     assert planned["weights"][0].tolist() == [0, 0, 0, 0]
     assert planned["weights"][1, 3] == 0
-    assert planned["weights"][1, :3].min() >= 0.1 - 1e-9
-    assert planned["weights"].max() <= 0.45
+    assert planned["weights"][1, :3] == pytest.approx([1 / 3] * 3)
+    assert planned["weights"].max() <= 1 / 3
     for name in two:
         assert torch.equal(after.tensors[name], before.tensors[name])
     for row, names in enumerate(blocks):
@@ -1289,25 +1290,23 @@ def test_under_masks_a_mixture_is_that_of_the_plan_and_of_three_others(tmp_path:
     assert planned["capped"][0] > 0.01, "somebody did stand out"
 
 
-@pytest.mark.parametrize(("fewest", "cap", "others"), [(2, 0.45, 2), (3, 0.45, 2), (4, 0.45, 2), (5, 0.3, 3)])
-def test_the_cap_follows_from_the_fewest_sites_of_a_sum(fewest: int, cap: float, others: int) -> None:
+@pytest.mark.parametrize(("fewest", "heard"), [(2, 3), (3, 3), (4, 3), (5, 4), (12, 11)])
+def test_all_sites_but_one_of_the_fewest_of_a_sum_are_heard(fewest: int, heard: int) -> None:
     masked = FDSE(tau=0.3, ghost=True).under_masks(fewest)
-    assert masked == FDSE(tau=0.3, ghost=True, layers="merged", cap=cap)
-    assert masked.cap is not None
-    assert int(1 / masked.cap) == others
+    assert masked == FDSE(tau=0.3, ghost=True, layers="merged", heard=heard)
     assert masked.under_masks(fewest) == masked
-    assert FDSE(cap=0.2).under_masks(fewest).cap == 0.2
-    assert FDSE(cap=0.9).under_masks(fewest).cap == cap
-    assert FDSE.fewest_masked == 4
+    assert FDSE(heard=20).under_masks(fewest).heard == 20
+    assert FDSE(heard=2).under_masks(fewest).heard == heard
+    assert (FDSE.fewest_masked, FDSE.most_colluders) == (4, 1)
 
 
-@pytest.mark.parametrize("fewest", range(3, 60))
-def test_all_sites_but_one_are_heard_and_so_many_can_be(fewest: int) -> None:
-    cap = FDSE().under_masks(fewest).cap
-    assert cap is not None
-    heard = max(fewest, 4) - 1
-    assert (heard - 1) * cap < 1, "fewer sites could make up the whole"
-    assert consensus_weights(np.eye(heard), cap) == pytest.approx([1 / heard] * heard)
+@pytest.mark.parametrize("heard", range(2, 60))
+def test_as_few_as_must_be_heard_can_be(heard: int) -> None:
+    rule = ConsensusMaximisation({"block": ["w"]}, cap=1 / heard)
+    totals = {"norms": np.array([1.0]), "moved": np.array([float(heard)])}
+    plan = rule.plan(totals, {"block": np.eye(heard)})
+    rule.check_plan(plan, heard)
+    assert plan["weights"][0] == pytest.approx([1 / heard] * heard)
 
 
 # Options
@@ -1317,7 +1316,7 @@ def test_defaults_are_the_papers() -> None:
     method = FDSE()
     assert (method.beta, method.tau, method.factor, method.clip) == (0.001, 0.5, 2, 10.0)
     assert (method.shared, method.personal, method.layers, method.ghost) == ("consensus", "attention", "tensor", False)
-    assert method.cap is None
+    assert method.heard is None
     # The paper tunes it: 0.05 on Office, 0.5 on PACS.
     assert 0.05 <= method.consistency <= 0.5
 
@@ -1347,11 +1346,10 @@ def test_defaults_are_the_papers() -> None:
         ("personal", "shared"),
         ("layers", "module"),
         ("layers", 1),
-        ("cap", 0),
-        ("cap", -0.5),
-        ("cap", 1.01),
-        ("cap", math.nan),
-        ("cap", "0.5"),
+        ("heard", 1),
+        ("heard", -3),
+        ("heard", 2.5),
+        ("heard", "3"),
         ("ghost", "no"),
         ("ghost", 1),
     ],
@@ -1375,7 +1373,7 @@ def test_options_survive_the_way_through_text() -> None:
         shared="samples",
         personal="local",
         layers="layer",
-        cap=0.4,
+        heard=3,
         ghost=True,
         newcomers=True,
     )

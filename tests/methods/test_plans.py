@@ -72,12 +72,12 @@ def test_the_plan_that_a_method_makes_is_one_that_its_sites_take(
     count=st.integers(3, 12),
     width=st.integers(1, 6),
     seed=st.integers(0, 2**32 - 1),
-    cap=st.sampled_from([None, 0.45, 0.3, 0.1]),
+    heard=st.sampled_from([None, 3, 4, 10]),
     tau=st.sampled_from([1e-4, 0.05, 0.5, 10.0]),
     still=st.sampled_from([0.0, 0.4]),
 )
 def test_so_are_plans_from_any_cosines(
-    count: int, width: int, seed: int, cap: float | None, tau: float, still: float
+    count: int, width: int, seed: int, heard: int | None, tau: float, still: float
 ) -> None:
     # Few dimensions make sites agree, conflict and cancel out, where caps and bounds do bind.
     rng = np.random.default_rng(seed)
@@ -85,10 +85,10 @@ def test_so_are_plans_from_any_cosines(
     totals = {"norms": np.array([3.0]), "moved": np.array([float(rows.any(axis=1).sum())])}
     gram = {"block": normalise(rows @ rows.T)}
     rules: list[Rule] = [
-        ConsensusMaximisation({"block": ["w"]}, cap=cap),
-        SimilarityAware({"block": ["w"]}, tau=tau, others=None if cap is None else int(1 / cap)),
-        StyleGroups(clusters="finch", members=1 if cap is None else 3),
-        StyleGroups(clusters="site", members=1 if cap is None else 3),
+        ConsensusMaximisation({"block": ["w"]}, cap=None if heard is None else 1 / heard),
+        SimilarityAware({"block": ["w"]}, tau=tau, others=None if heard is None else heard - 1),
+        StyleGroups(clusters="finch", members=1 if heard is None else 3),
+        StyleGroups(clusters="site", members=1 if heard is None else 3),
     ]
     for rule in rules:
         rule.check_plan(rule.plan(totals, {**gram, "style": gram["block"]}), count)
@@ -173,11 +173,13 @@ def instead(*row: float) -> Callable[[Vector], Vector]:
 
 
 CHANGES: list[tuple[str, str, str, Callable[[Vector], Vector], str]] = [
-    ("fdse", "shared", "weights", weights(1, 0, 0, 0, 0, 0), "weighs more than 0.45"),
-    ("fdse", "shared", "weights", weights(0.5, 0.5, 0, 0, 0, 0), "weighs more than 0.45"),
-    ("fdse", "shared", "weights", weights(0.46, 0.27, 0.27, 0, 0, 0), "weighs more than 0.45"),
+    ("fdse", "shared", "weights", weights(1, 0, 0, 0, 0, 0), "weighs more than 0.333"),
+    ("fdse", "shared", "weights", weights(0.5, 0.5, 0, 0, 0, 0), "weighs more than 0.333"),
+    # Without the first site's own part the second's is nine times as large as each of the others'.
+    ("fdse", "shared", "weights", weights(0.45, 0.45, 0.05, 0.05, 0, 0), "weighs more than 0.333"),
+    ("fdse", "shared", "weights", weights(0.34, 0.33, 0.33, 0, 0, 0), "weighs more than 0.333"),
     ("fdse", "shared", "weights", weights(0.2, 0.2, 0.2, 0.2, 0, 0), "do not sum to 1"),
-    ("fdse", "shared", "weights", weights(0.4, 0.4, 0.4, 0.4, 0, 0), "do not sum to 1"),
+    ("fdse", "shared", "weights", weights(0.3, 0.3, 0.3, 0.3, 0, 0), "do not sum to 1"),
     ("fdse", "shared", "weights", weights(0.4, 0.4, 0.4, -0.2, 0, 0), "negative"),
     ("fdse", "shared", "weights", weights(1e-3, 0, 0, 0, 0, 0), "do not sum to 1"),
     ("fdse", "personal", "attention", mixture(0, 1, 0, 0, 0, 0), "more of another than of its own"),
@@ -209,9 +211,10 @@ def test_a_plan_that_would_show_a_site_is_refused(
 
 
 ALLOWED: list[tuple[str, str, str, Callable[[Vector], Vector]]] = [
-    ("fdse", "shared", "weights", weights(0.45, 0.45, 0.1, 0, 0, 0)),
+    ("fdse", "shared", "weights", weights(1 / 3, 1 / 3, 1 / 3, 0, 0, 0)),
+    ("fdse", "shared", "weights", weights(1 / 3, 1 / 3, 0.2, 1 / 3 - 0.2, 0, 0)),
     ("fdse", "shared", "weights", weights(0, 0, 0, 0, 0, 0)),
-    ("fdse", "shared", "weights", weights(0.45 + 5e-10, 0.45, 0.1 - 5e-10, 0, 0, 0)),
+    ("fdse", "shared", "weights", weights(1 / 3 + 5e-10, 1 / 3, 1 / 3 - 5e-10, 0, 0, 0)),
     ("fdse", "personal", "attention", mixture(1, 0, 0, 0, 0, 0)),
     ("fdse", "personal", "attention", mixture(0.6, 0.2, 0.2, 0, 0, 0)),
     ("fedcode", "style", "group", instead(0, 0, 0, 0, 0, 0)),
@@ -227,7 +230,7 @@ def test_a_plan_within_the_bounds_is_taken(name: str, group: str, key: str, chan
     algebra.check_plan(changed(plan, group, key, change(plan.values[group][key])))
 
 
-def test_without_a_cap_one_site_may_have_all_the_weight() -> None:
+def test_in_the_open_one_site_may_have_all_the_weight() -> None:
     algebra, plan = planned("fdse", 0, 6, seed=2)
     everything = np.zeros_like(plan.values["shared"]["weights"])
     everything[:, 2] = 1
@@ -274,7 +277,7 @@ def test_under_masks_a_method_is_itself_with_stricter_options(name: str) -> None
         assert masked.under_masks(2) == masked, "what is stricter already stays so"
     assert method.fewest_masked == (4 if name == "fdse" else 3)
     expected: dict[str, dict[str, Any]] = {
-        "fdse": {"layers": "merged", "cap": 0.3},
+        "fdse": {"layers": "merged", "heard": 4},
         "fedcode": {"holders": 5, "members": 5},
     }
     assert method.under_masks(5) == create(name, **expected.get(name, {}))
@@ -292,6 +295,10 @@ def test_under_masks_no_site_stands_out_of_any_block(count: int, seed: int, fewe
     shared, personal = plan.values["shared"], plan.values["personal"]
     contributors = (shared["weights"] > 1e-12).sum(axis=1)
     assert all(number == 0 or number >= heard for number in contributors)
+    for row in shared["weights"]:
+        # Whoever it is that works together with the server and takes its own part away.
+        for rest in (np.delete(row, site) for site in range(count)):
+            assert rest.max() <= rest.sum() / (heard - 1) + 1e-9, "one site stands out of what the others add"
     assert ((shared["capped"] >= 0) & (shared["capped"] <= 1 + 1e-9)).all()
     assert ((personal["capped"] >= 0) & (personal["capped"] <= 1)).all()
     others = personal["attention"] * (1 - np.eye(count))

@@ -198,7 +198,7 @@ def test_under_privacy_a_method_is_itself_with_other_options(name: str) -> None:
 def test_other_options_are_kept() -> None:
     given = create("rfeddis", reduction="reference", weights="equal", disentangling=0.5)
     assert given.under_privacy() == create("rfeddis", weights="equal", disentangling=0.5)
-    assert create("fdse", tau=0.2, cap=0.4).under_privacy() == create("fdse", tau=0.2, cap=0.4, consistency=0.0)
+    assert create("fdse", tau=0.2, heard=3).under_privacy() == create("fdse", tau=0.2, heard=3, consistency=0.0)
     both = create("fdse").under_masks(4)
     assert both.under_privacy() == create("fdse").under_privacy().under_masks(4)
 

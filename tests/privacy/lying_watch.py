@@ -74,10 +74,9 @@ def prototypes(fewest: int) -> Algebra:
 def mixtures(fewest: int) -> Algebra:
     """Weights of sites and a sum for every one of them, as FDSE has them."""
     layout = {**_SHARED, "own": TensorSpec(Scope.PERSONAL, (2,))}
-    cap = 0.9 / (fewest - 2)
     rules = {
-        Scope.SHARED: ConsensusMaximisation({"w": ["w"]}, cap=cap),
-        Scope.PERSONAL: SimilarityAware({"own": ["own"]}, tau=0.5, others=int(1 / cap)),
+        Scope.SHARED: ConsensusMaximisation({"w": ["w"]}, cap=1 / (fewest - 1)),
+        Scope.PERSONAL: SimilarityAware({"own": ["own"]}, tau=0.5, others=fewest - 2),
     }
     return Algebra(layout, rules)
 

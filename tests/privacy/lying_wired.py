@@ -255,12 +255,10 @@ class WiredRun:
 
 
 def _weights(run: WiredRun, cohort: int) -> dict[str, Any]:
-    """As few sites as the cap allows, or all."""
-    dice, cap = run.dice, 0.9 / (run.settings.fewest - 2)
-    parts = [cap] * int(1 / cap)
-    parts.append(1 - sum(parts))
+    """As few sites as must be heard, or all."""
+    heard = run.settings.fewest - 1
     weights = np.zeros(cohort)
-    weights[dice.sample(range(cohort), len(parts))] = parts
+    weights[run.dice.sample(range(cohort), heard)] = 1 / heard
     if not run.happens("weights for as few as may be", 0.5, plot="weights"):
         weights = np.full(cohort, 1 / cohort)
     return {"weights": weights[None], "length": np.ones(1), "capped": np.zeros(1)}

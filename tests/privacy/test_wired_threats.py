@@ -136,7 +136,7 @@ def test_a_planned_sum_is_over_all_sites_of_its_plan() -> None:
     """Two of five weigh nothing; with one of the others said to be late, two were left, and one may be the server's."""
     table = Table(mixtures, 5, fewest=4)
     table.train(7)
-    few = whole_plan(5, [0.45, 0.45, 0.1, 0.0, 0.0])
+    few = whole_plan(5, [1 / 3, 1 / 3, 1 / 3, 0.0, 0.0])
     with pytest.raises(Refusal):
         table.sum(table.request(Kind.UPDATES, values=few), late=[table.names[2]])
     with pytest.raises(Refusal):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from crossward.federation.contract import Vector
-from crossward.federation.errors import PrivacyRefusal
+from crossward.federation.errors import BadInput, PrivacyRefusal
+from crossward.methods import create
 from crossward.methods.fdse import FDSE, SimilarityAware
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import MaskedAlgebra
@@ -101,6 +102,29 @@ def test_a_server_and_a_site_together_learn_nobody_s_personal_tensors() -> None:
         masked = MaskedAlgebra(Declaration(study).algebra, bits=32)
         assert masked.personal
         assert masked.averaged == (masked.personal if newcomers else [])
+
+
+def test_two_sites_that_work_together_learn_a_third_s_personal_tensors_so_fdse_reckons_with_one() -> None:
+    """A mixture of three others for one of them, and of two of these for the other: the difference is the third."""
+    mixed = np.full((5, 5), 1 / 5)
+    mixed[0] = [0.4, 0.0, 0.2, 0.2, 0.2]
+    mixed[1] = [0.2, 0.4, 0.2, 0.2, 0.0]
+    for others in (2, 3):
+        rule = SimilarityAware({"own": ["own"]}, tau=0.5, others=others)
+        rule.check_plan({"attention": mixed[None], "capped": np.zeros(1)}, 5)
+    assert not _isolated([mixed[0]], honest=(2, 3, 4))
+    assert _isolated([mixed[0], mixed[1]], honest=(2, 3, 4)) == [4]
+    with pytest.raises(BadInput, match=r"fdse .*with 1 hospital.* not 2"):
+        made_up_study("fdse").masked(Settings(colluders=2))
+
+
+def test_prototypes_of_three_honest_sites_and_two_others_take_five() -> None:
+    """FedCode's bounds follow from those who may work together: beside them a mean is of two sites at least."""
+    study = made_up_study("fedcode").masked(Settings(colluders=3))
+    assert (study.masking, study.method) == (
+        replace(Settings(colluders=3), min_sites=5, rounds=study.task.rounds + 1),
+        create("fedcode", holders=5, members=5),
+    )
 
 
 def _isolated(rows: Sequence[Vector], *, honest: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from crossward.federation.contract import Report
 from crossward.federation.scopes import Scope, names_in, tensors_digest
 from crossward.federation.storage import read_tensors
 from crossward.methods.fdse import FDSE
+from crossward.methods.finch import first_neighbour_groups
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.declaration import Declaration
@@ -115,6 +117,21 @@ def test_fedcode_gives_the_same_prototypes_and_a_style_that_only_sites_can_read(
         assert np.array_equal(read.plan.values[STYLE]["group"], group)
 
 
+def test_the_record_says_which_groups_and_prototypes_fedcode_would_have_had(ran: Runs) -> None:
+    ended = ran(masked_study("fedcode"))
+    (entry,), reports = ended.result["rounds"], [ended.seen.reports[name, 1] for name in NAMES]
+    groups = first_neighbour_groups(np.stack([report.update[STYLE].reshape(-1).numpy() for report in reports]))
+    holders = np.sum([report.tally["prototypes/present"] for report in reports], axis=0)
+    expected = {
+        "style/groups": 1.0,
+        "style/plain_groups": float(len(set(groups.tolist()))),
+        "prototypes/withheld": float(((holders > 0) & (holders < 3)).sum()),
+    }
+    assert entry["secagg"]["bounds"] == expected
+    assert entry["secagg"]["sketch_error"] == {}
+    assert ended.result["privacy"]["differences"]["bounds"] == expected
+
+
 # FDSE: its plan is made of sketches, so the open computation is given the same one
 
 
@@ -170,6 +187,27 @@ def test_fdse_gives_what_an_open_computation_gives_with_the_same_plan(fdse: Ende
         read = fdse.seen.payloads[site, number].tensors
         assert_close({name: read[name] for name in shared}, shared, cut_off=cut_off)
         assert_close({name: read[name] for name in own[site]}, own[site], cut_off=cut_off)
+
+
+def test_the_record_measures_what_fdse_s_sketches_are_off_by(fdse: Ended) -> None:
+    """Half of how far the cosines of either half are apart; that it is the true error: test_masked_differences.py."""
+    trained = [answer["cosines"] for task, _, answer in fdse.seen.answers if task == TRAIN]
+    for entry, sketches in zip(fdse.result["rounds"], (trained[:4], trained[4:]), strict=True):
+        measured = entry["secagg"]["sketch_error"]
+        assert measured.keys() == {"shared/cosines", "shared/weights", "personal/cosines", "personal/attention"}
+        for scope in ("shared", "personal"):
+            apart = [
+                np.dot(one[:256], other[:256]) / np.linalg.norm(one[:256]) / np.linalg.norm(other[:256])
+                - np.dot(one[256:], other[256:]) / np.linalg.norm(one[256:]) / np.linalg.norm(other[256:])
+                for block in sketches[0]
+                if block.startswith(f"{scope}/")
+                for one, other in combinations([each[block] for each in sketches], 2)
+            ]
+            assert measured[f"{scope}/cosines"] == pytest.approx(np.sqrt(np.mean(np.square(apart))) / 2)
+        assert entry["secagg"]["bounds"] == {}
+    found = fdse.result["privacy"]["differences"]
+    assert found["capped"] == max(entry["secagg"]["capped"] for entry in fdse.result["rounds"])
+    assert found["sketch_error"].keys() == measured.keys()
 
 
 def test_every_site_has_erasers_of_its_own_and_the_server_can_read_none_of_them(fdse: Ended) -> None:

@@ -12,6 +12,7 @@ from tests.site.made_up_sites import made_up_study
 
 from crossward.federation.errors import BadInput, CrosswardError
 from crossward.methods.registry import available, create, options_of
+from crossward.privacy.secagg.settings import Settings
 from crossward.site.participant import Plugs
 from crossward.site.study import Study
 
@@ -90,6 +91,17 @@ def test_an_unknown_setting_is_refused(part: str, change: dict[str, Any]) -> Non
 def test_an_unknown_part_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match="does not know: custom, secagg"):
         Study.from_options({**OPTIONS, "secagg": True, "custom": {}})
+
+
+def test_fdse_reckons_with_one_hospital_that_works_together_with_the_server() -> None:
+    """When the job is made, and when a site reads it."""
+    study = made_up_study("fdse").masked(Settings())
+    assert Study.from_options(study.options()) == study
+    options = study.options()
+    options["masking"] |= {"colluders": 2}
+    for make in (lambda: made_up_study("fdse").masked(Settings(colluders=2)), lambda: Study.from_options(options)):
+        with pytest.raises(BadInput, match=r"fdse .*with 1 hospital.* not 2"):
+            make()
 
 
 def test_an_unknown_method_is_refused() -> None:

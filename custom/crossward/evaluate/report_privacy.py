@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from crossward.evaluate.masked_differences import over_rounds
 from crossward.evaluate.plots import Html, join, tag
 from crossward.evaluate.table import percent
 
@@ -16,6 +17,12 @@ _DP_ON = (
     "for a chance of {delta:g}. Smaller is safer. The numbers of patients count as public."
 )
 _DP_OFF = "No mathematical limit was set on what the model or the updates tell about a single patient."
+_MEASURED = {
+    "shared/cosines": "cosines of updates are off",
+    "shared/weights": "weights of updates",
+    "personal/cosines": "cosines of personal tensors",
+    "personal/attention": "parts of mixtures",
+}
 _SCANS = "No scan is part of a round: hospitals send model updates and counts."
 
 
@@ -58,19 +65,48 @@ def _sums(result: Mapping[str, Any]) -> list[tuple[str, Html]]:
 def _differences(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> list[str]:
     """By how much the model can differ from one whose server saw everything."""
     masking = (result.get("options") or {}).get("masking") or {}
-    cut = sum(entry["cut_off"] for entry in rounds)
+    found = over_rounds(result["rounds"])
+    cut = found["cut_off"]
     words = [f"Products are rounded to whole numbers of {masking.get('bits', 32)} bits."]
     words.append(f"{cut:.0f} values were cut off at the end of their range." if cut else "No value was cut off.")
     sketches = max(entry.get("sketches") or 0 for entry in rounds)
     if sketches:
         words.append(
-            f"Hospitals were compared by {sketches} sketches instead of exactly: a cosine between two of them is off "
-            "by about 0.04."
+            f"Hospitals were compared by {sketches} sketches instead of exactly{_off_by(found['sketch_error'])}."
         )
-    shifts = [entry["capped"] for entry in rounds if entry.get("capped") is not None]
-    if shifts:
+    if found["capped"] is not None:
         words.append(
-            f"No hospital may dominate a sum: limits took away up to {percent(max(shifts))} % of a block's weight."
+            f"No hospital may dominate a sum: limits took away up to {percent(found['capped'])} % of a block's weight."
+        )
+    return words + _kept_back(found["bounds"])
+
+
+def _off_by(errors: Mapping[str, float]) -> str:
+    """What sketches brought, as it was measured by their halves."""
+    said = [
+        f"{_MEASURED.get(name, name)} by {f'about {error:.3f}' if error >= 0.0005 else 'less than 0.001'}"
+        for name, error in errors.items()
+    ]
+    return f": measured in this run, {', '.join(said)}" if said else ""
+
+
+def _kept_back(bounds: Mapping[str, float]) -> list[str]:
+    """What was not made of too few hospitals."""
+    words = []
+    if "style/groups" in bounds:
+        groups, plain = bounds["style/groups"], bounds["style/plain_groups"]
+        words.append(
+            f"Groups of too few hospitals joined others: {groups:.0f} style groups of all rounds together, where there "
+            f"would have been {plain:.0f}."
+            if groups < plain
+            else "No style groups were joined for being of too few hospitals."
+        )
+    if "prototypes/withheld" in bounds:
+        withheld = bounds["prototypes/withheld"]
+        words.append(
+            f"{withheld:.0f} times a class had no new prototype in a round, because too few hospitals hold it."
+            if withheld
+            else "No prototype was withheld because too few hospitals hold the class."
         )
     return words
 

@@ -161,6 +161,16 @@ class Algebra:
         }
         return Plan(round_number, tuple(cohort), values)
 
+    def bounded(self, plan: Plan, totals: Tally, gram: Mapping[str, Vector]) -> dict[str, float]:
+        """Count what the rules' bounds changed in a plan, as ``group/key``."""
+        return {
+            f"{group}/{key}": count
+            for group, rule in self._rules.items()
+            for key, count in rule.bounded(
+                plan.values.get(group, {}), {**totals, **_part(totals, group)}, _part(gram, group)
+            ).items()
+        }
+
     def check_plan(self, plan: Plan) -> None:
         """Refuse, on site, a published plan that these rules never make: what is masked by it might not be hidden.
 

@@ -46,6 +46,9 @@ class Rule(ABC):
 
     needs: ClassVar[Needs] = "nothing"
 
+    weighs: ClassVar[str] = ""
+    """Which of its planned numbers say how much sites count, where they follow from cosines between tensors."""
+
     averaged: bool = False
     """Whether the server gets, under masks, the mean of personal tensors, which it cannot read one by one."""
 
@@ -74,6 +77,11 @@ class Rule(ABC):
         """
         del cohort
         check_planned(plan, {})
+
+    def bounded(self, plan: Mapping[str, Vector], totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, float]:
+        """Count, at the server, what this rule's bounds changed in a plan, from what it was made of: for the record."""
+        del plan, totals, gram
+        return {}
 
     def shown(self) -> Shown:
         """Say what the server and other sites come to know by this rule."""

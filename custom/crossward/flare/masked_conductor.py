@@ -10,6 +10,7 @@ from typing import Any
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 
+from crossward.evaluate.masked_differences import over_rounds
 from crossward.evaluate.metrics import wilson_interval
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import PrivacyRefusal
@@ -66,7 +67,12 @@ class MaskedConductor(Conductor):
         summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
         if images:
             summed["interval"] = wilson_interval(min(round(correct), round(images)), round(images))
-        return {"secagg": True, "fewest_sites": self._masking.fewest, "test": summed}
+        return {
+            "secagg": True,
+            "fewest_sites": self._masking.fewest,
+            "test": summed,
+            "differences": over_rounds(self._coordinator.history),
+        }
 
     @property
     def _needed(self) -> int:

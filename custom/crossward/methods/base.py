@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,6 +233,9 @@ class Method:
 
     fewest_masked: ClassVar[int] = 3
     """The fewest sites with which a round under masks shows nobody the part of another."""
+
+    most_colluders: ClassVar[float] = math.inf
+    """With how many sites a server may work together and still read no other's part, however many take part."""
 
     private_changes: ClassVar[tuple[str, ...]] = ()
     """What is other than in the paper under differential privacy, beside the swap to GroupNorm; short sentences."""

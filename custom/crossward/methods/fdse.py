@@ -35,9 +35,6 @@ from crossward.methods.registry import register
 from crossward.nets.decomposed import RUNNING, DecomposedConv
 from crossward.nets.layers import LayerShape, MapNorm
 
-UNDER_EVEN = 0.9
-"""Under masks a site's largest weight is this much of what would let one site fewer do: 0.45 where three must."""
-
 _STATISTICS = "statistics/"
 
 
@@ -93,6 +90,8 @@ class ConsensusMaximisation(_Blockwise):
         blocks: names of tensors by block.
         cap: largest u_k; a block in which too few moved to keep it stays as it is.
     """
+
+    weighs: ClassVar[str] = "weights"
 
     def __init__(self, blocks: Mapping[str, Sequence[str]], *, cap: float | None = None) -> None:
         super().__init__(blocks)
@@ -154,6 +153,8 @@ class SimilarityAware(_Blockwise):
         others: from how many others at least a site receives, see ``spread_out``; as it comes if not given.
         averaged: whether the server gets the mean under masks.
     """
+
+    weighs: ClassVar[str] = "attention"
 
     def __init__(
         self,
@@ -240,8 +241,9 @@ class FDSE(Method):
         personal: ``"attention"`` mixes DSE modules by Eq. 9, ``"local"`` keeps each at its site.
         layers: what counts as a layer in Eq. 8-9: every tensor by itself, a whole decomposed layer, or as many of
             those in a row as a sketch can hide (``"merged"``).
-        cap: largest weight of a site in Eq. 8. Of what a site gets from others in Eq. 9, none gives more than one
-            part in as many as its inverse, rounded down. The paper has none.
+        heard: how many sites count at least. In Eq. 8 none weighs more than one part in as many; of what a site gets
+            from others in Eq. 9, none gives more than one part in one fewer, for the site itself counts. The paper has
+            no such bound.
         ghost: DSE as in the released code's last version, see ``DecomposedConv``.
         newcomers: whether the server gets the mean of all DSE modules under secure aggregation too, for hospitals that
             join without having trained; they begin with the untrained ones otherwise. A site that works together
@@ -255,6 +257,8 @@ class FDSE(Method):
     clip: ClassVar[float] = 10.0
     # With three, what a site receives of others would be a sum of two.
     fewest_masked: ClassVar[int] = 4
+    # Two have two mixtures, and a server that makes the one without a third site reads its erasers in the difference.
+    most_colluders: ClassVar[float] = 1
     private_changes: ClassVar[tuple[str, ...]] = (
         "consistency is 0: L_Con is a statistic of the batch, and GroupNorm has no running statistics to pull to",
         "noise turns updates to nearly right angles, and the weights of Eq. 8 come close to even ones",
@@ -267,7 +271,7 @@ class FDSE(Method):
     shared: Literal["consensus", "samples"] = "consensus"
     personal: Literal["attention", "local"] = "attention"
     layers: Literal["tensor", "layer", "merged"] = "tensor"
-    cap: float | None = None
+    heard: int | None = None
     ghost: bool = False
     newcomers: bool = False
 
@@ -277,16 +281,19 @@ class FDSE(Method):
             ("beta", abs(self.beta) <= 100, "from -100 to 100"),
             ("tau", 1e-6 <= self.tau < math.inf, "a finite number of at least 0.000001"),
             ("factor", self.factor >= 2, "at least 2"),
-            ("cap", self.cap is None or 0 < self.cap <= 1, "above 0 and not above 1"),
+            ("heard", self.heard is None or self.heard >= 2, "at least 2"),
         ):
             if not fits:
                 raise BadInput(f"fdse: {option} is {getattr(self, option)}, and must be {wanted}")
 
     def under_masks(self, fewest: int) -> Self:
-        """Blocks that a sketch does not give away, and weights by which at most one of so many sites goes unheard."""
+        """Blocks that a sketch does not give away, and weights by which at most one of so many sites goes unheard.
+
+        Without the part of one that works together with the server, no other site is more than one in
+        ``heard - 1`` of the rest: a half, where three are heard.
+        """
         heard = max(fewest, self.fewest_masked) - 1
-        cap = max(UNDER_EVEN / (heard - 1), 1 / heard)
-        return replace(self, layers="merged", cap=cap if self.cap is None else min(cap, self.cap))
+        return replace(self, layers="merged", heard=max(heard, self.heard or 0))
 
     def under_privacy(self) -> Self:
         """Without L_Con, which is a statistic of the batch."""
@@ -315,8 +322,8 @@ class FDSE(Method):
 
     def rules(self, task: Task, model: Model) -> Mapping[Scope, Rule]:
         del task
-        shared = ConsensusMaximisation(self._blocks(model, Scope.SHARED), cap=self.cap)
-        others = None if self.cap is None else int(1 / self.cap)
+        cap, others = (None, None) if self.heard is None else (1 / self.heard, self.heard - 1)
+        shared = ConsensusMaximisation(self._blocks(model, Scope.SHARED), cap=cap)
         return {
             Scope.SHARED: shared if self.shared == "consensus" else SampleMean(),
             Scope.BUFFER: EqualMean(),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -72,6 +73,11 @@ class HeldPrototypes(Rule):
         del gram
         return {"held": (totals["present"] >= self._holders).astype(np.float64)}
 
+    def bounded(self, plan: Mapping[str, Vector], totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, float]:
+        """Of how many classes no prototype is made, although somebody holds them."""
+        del gram
+        return {"withheld": float(((totals["present"] > 0) & (plan["held"] == 0)).sum())}
+
     def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
         check_planned(plan, {"held": (self._classes,)})
         held = plan["held"]
@@ -119,9 +125,19 @@ class StyleGroups(Rule):
 
     def plan(self, totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, Vector]:
         del totals
-        cosines = gram[STYLE]
-        groups = groups_by_cosine(cosines) if self._clusters == "finch" else np.arange(len(cosines))
-        return {"group": join_small(groups, cosines, self._members).astype(np.float64)}
+        return {"group": join_small(self._plain(gram[STYLE]), gram[STYLE], self._members).astype(np.float64)}
+
+    def _plain(self, cosines: Vector) -> npt.NDArray[np.int64]:
+        """The groups as they are before any joins another."""
+        return groups_by_cosine(cosines) if self._clusters == "finch" else np.arange(len(cosines))
+
+    def bounded(self, plan: Mapping[str, Vector], totals: Tally, gram: Mapping[str, Vector]) -> Mapping[str, float]:
+        """How many groups there are, and how many there were before small ones joined others."""
+        del totals
+        plain = self._plain(gram[STYLE])
+        return {
+            name: float(len(np.unique(each))) for name, each in (("groups", plan["group"]), ("plain_groups", plain))
+        }
 
     def check_plan(self, plan: Mapping[str, Vector], cohort: int) -> None:
         check_planned(plan, {"group": (cohort,)})

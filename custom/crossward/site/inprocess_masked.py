@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from crossward.evaluate.masked_differences import over_rounds
 from crossward.evaluate.metrics import wilson_interval
 from crossward.federation.errors import CrosswardError, PrivacyRefusal, StorageFailure
 from crossward.privacy.secagg.server import SecureServer
@@ -108,7 +109,8 @@ class MaskedInProcess(Run):
         summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
         if images:
             summed["interval"] = wilson_interval(max(0, min(round(correct), round(images))), round(images))
-        return {**result, "privacy": {**result["privacy"], "secagg": True, "test": summed}}
+        protected = {"secagg": True, "test": summed, "differences": over_rounds(result["rounds"])}
+        return {**result, "privacy": {**result["privacy"], **protected}}
 
     def _exchange(
         self,

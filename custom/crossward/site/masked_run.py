@@ -32,6 +32,7 @@ from crossward.privacy.secagg.sketch import gram
 from crossward.privacy.sums import TEST, Kind, received_digest, without
 from crossward.site import messages
 from crossward.site.figures import nbytes
+from crossward.site.masked_differences import of_round
 from crossward.site.messages import EVALUATE, TRAIN, Message
 from crossward.site.summing import Opened, Opening, Summing
 from crossward.site.troubles import Code, Refusal
@@ -52,6 +53,7 @@ class MaskedRun:
         self.coordinator = coordinator
         self.summing = summing
         self._address = address
+        self._differences: dict[str, dict[str, float]] = {}
 
     def with_model(self, site: str, number: int) -> Message:
         """A message that carries the current model."""
@@ -99,6 +101,8 @@ class MaskedRun:
             limits, present = masked.first_limits(ranges), [site for site in present if site in ranged]
             opened = self._sum(Kind.UPDATES, present, number=number, model=model, plan_for=plan_for, limits=limits)
         after, largest = self._advanced(opened)
+        if opened.request.plan is not None:
+            self._differences = of_round(masked, opened.request.plan, totals, cosines)
         coordinator.limits = masked.next_limits(opened.request.limits, coordinator.largest, largest, opened.numbers)
         coordinator.largest = largest
         return after, opened, totals or opened.tallies
@@ -215,7 +219,7 @@ class MaskedRun:
         *,
         seconds: float,
     ) -> dict[str, Any]:
-        """The facts of a round: who was in its sum, and what all of them together say."""
+        """The facts of the round that was closed: who was in its sum, and what all of them together say."""
         plan = opened.request.plan
         statuses = {site: {"status": _status(site, opened.survivors, heard)} for site in self.coordinator.sites}
         figures = summed_figures(tally)
@@ -233,6 +237,7 @@ class MaskedRun:
                 "cut_off": cut,
                 "sketches": len(self.summing.masked.sketched),
                 "capped": max(float(each.max()) for each in capped) if capped else None,
+                **self._differences,
             },
             "seconds": seconds,
         }

@@ -63,6 +63,12 @@ class Study:
                 f"{self.method.name} under secure aggregation needs sums over at least {self.method.fewest_masked} "
                 f"sites, not {self.masking.fewest}"
             )
+        if self.masking.colluders > self.method.most_colluders:
+            raise BadInput(
+                f"{self.method.name} can hide a hospital from a server that works together with "
+                f"{self.method.most_colluders} hospital, not {self.masking.colluders}; write the job with colluders "
+                f"{self.method.most_colluders}, or with another method"
+            )
 
     def _check_privacy(self) -> None:
         if self.privacy is None:

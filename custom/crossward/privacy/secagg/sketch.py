@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from crossward.federation.blocks import SKETCH_WIDTH
+from crossward.federation.combine import normalise
 from crossward.federation.contract import Vector
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.keys import derive
@@ -77,3 +78,9 @@ def gram(sketches: Sequence[Vector]) -> Vector:
     rows = np.stack(sketches)
     found: Vector = rows @ rows.T
     return found
+
+
+def halves(sketches: Sequence[Vector]) -> tuple[Vector, Vector]:
+    """The same from the first half of every sketch alone, and from the second: two measurements of one thing."""
+    one, other = np.split(np.stack(sketches), 2, axis=1)
+    return normalise(one @ one.T), normalise(other @ other.T)
