@@ -101,6 +101,7 @@ ARISES: Mapping[Code, str] = {
     Code.NOT_RESUMABLE: "the job names a run, and the server has none like it",
     Code.ABORTED: "somebody, or FLARE, ended the job",
     Code.NO_SUM: "the server asks for a sum, and sites drop out of it or refuse, up to four times",
+    Code.OUTLIER: "the server closes a round: it would move the shared tensors much further than the rounds before",
     Code.GATE: "the gate at the site raised: FLARE sends its mark for a refused filter, and nothing else",
     Code.NOT_DECLARED: "the server holds the answer against the same declaration as the gate",
 }
@@ -120,6 +121,9 @@ SAMPLE_NUMBERS: Mapping[str, float] = {
     "asked": 4.1,
     "limit": 4,
     "left": 0.2,
+    "round": 5,
+    "times": 21,
+    "most": 5,
 }
 """Numbers to show a code's words with."""
 
