@@ -10,8 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from tests.site.made_up_sites import CLASSES, cohort_of, made_up_site, made_up_split
-from tests.site.masked_runs import NAMES, masked_study, quick
 
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.registry import available
@@ -23,6 +21,8 @@ from crossward.privacy.secagg.canonical import decode
 from crossward.site.inprocess import simulate
 from crossward.site.messages import Message
 from crossward.site.release import Release
+from tests.site.made_up_sites import CLASSES, cohort_of, made_up_site, made_up_split
+from tests.site.masked_runs import NAMES, masked_study, quick
 
 SIZE = setup.QUICK
 
