@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests.privacy.threats import NOT_STOPPED, THREATS
 
 TESTS = Path(__file__).resolve().parents[1]
