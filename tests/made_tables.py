@@ -103,6 +103,7 @@ ARISES: Mapping[Code, str] = {
     Code.CAUGHT: "the server holds what the site signed for a sum against the rest of it, and against what opens it",
     Code.DISPUTED: "sites answer with signed blame in place of a vector; the server counts who disagrees with whom",
     Code.QUARREL: "the same, where one site blames one other, and nobody else does",
+    Code.OUTLIER: "the server closes a round: it would move the shared tensors much further than the rounds before",
     Code.GATE: "the gate at the site raised: FLARE sends its mark for a refused filter, and nothing else",
     Code.NOT_DECLARED: "the server holds the answer against the same declaration as the gate",
 }
@@ -118,6 +119,9 @@ SAMPLE_NUMBERS: Mapping[str, float] = {
     "noise": 0.5,
     "allowed": 4,
     "limit": 4,
+    "round": 5,
+    "times": 21,
+    "most": 5,
 }
 """Numbers to show a code's words with."""
 

@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _OURS = ("answer/code", "answer/round")
 """Whole numbers that every answer has, which say nothing of a site."""
 
 _LONG = 12
+_KINDS = ("f4", "f8", "i4", "i8")
 # Signatures are texts as well: a digit among their letters and signs is no number.
 _WORD = r"[^\s\"'\[\](){},:;]"
 
@@ -40,11 +42,13 @@ class Secret:
         site: whose it is.
         update: its tensors.
         numbers: its counts, losses and scores.
+        labels: how many of its training images are of each class, in the order of the classes.
     """
 
     site: str
     update: Mapping[str, Array]
     numbers: tuple[float, ...]
+    labels: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Matches:
         numbers: counts, losses and scores as the bytes of float64, in either order.
         decoded: the same among the decoded numbers.
         texts: the same as decimal text.
+        labels: ways of writing the label counts of a site all together: as bytes of a vector, as text, with the
+            classes' names, or decoded.
         correlated: arrays that go along with an update or a vector before masks, of those that have its length.
     """
 
@@ -103,6 +109,7 @@ class Matches:
     numbers: tuple[int, int]
     decoded: tuple[int, int]
     texts: tuple[int, int]
+    labels: tuple[int, int]
     correlated: tuple[int, int]
 
     def found(self) -> dict[str, int]:
@@ -122,6 +129,11 @@ def search(recording: Recording, others: Iterable[Secret] = (), *, public: Itera
 
     Two neighbouring values are enough for a match: by chance that happens once in a million runs. Values of an update
     that have few digits in binary could be anything, and are not looked for; nor are the whole numbers below 3.
+
+    Label counts are small. One alone is looked for as other numbers are, and not as a whole number of 4 or 8 bytes,
+    which could be any length. All counts of a site next to one another are looked for in every way of writing them,
+    unless fewer than two of them are 3 or more: a run of zeros, ones and twos is in any message. Two larger ones in
+    their places among four words, of which every byte has to agree, are in none by chance.
     """
     secrets = [*recording.secrets, *others]
     values = [np.ravel(tensor).astype(np.float32) for secret in secrets for tensor in secret.update.values()]
@@ -136,6 +148,7 @@ def search(recording: Recording, others: Iterable[Secret] = (), *, public: Itera
         (sum(_is_in(recording.contents, number) for number in numbers), len(numbers)),
         (_decoded(recording.answers, numbers), len(numbers)),
         (_as_text(recording, numbers), len(numbers)),
+        _labels(recording, [secret.labels for secret in secrets]),
         _correlated(recording),
     )
 
@@ -202,6 +215,38 @@ def _as_text(recording: Recording, numbers: list[float]) -> int:
         else bool(re.search(rf"(?<!{_WORD}){number:g}(\.0)?(?!{_WORD})", recording.texts))
         for number in numbers
     )
+
+
+def _labels(recording: Recording, known: Iterable[Mapping[str, int]]) -> tuple[int, int]:
+    """In how many ways label counts were found, and in how many they could have been."""
+    found = [
+        way
+        for labels in known
+        if sum(count > 2 for count in labels.values()) > 1
+        for way in _ways_of_writing(recording, labels)
+    ]
+    return sum(found), len(found)
+
+
+def _ways_of_writing(recording: Recording, labels: Mapping[str, int]) -> list[bool]:
+    """Which ways of writing label counts occur in what was received."""
+    counts, texts = list(labels.values()), recording.received + recording.texts.encode()
+    listed = rb"(?:\.0)?\s?[,;\s]\s?".join(b"%d" % count for count in counts)
+    named = [rf"{re.escape(name)}\W{{1,4}}{count}(?!\d)".encode() for name, count in labels.items()]
+    return [
+        *(np.array(counts, order + kind).tobytes() in recording.received for order in "<>" for kind in _KINDS),
+        re.search(rb"(?<![\d.])" + listed + rb"(?!\d)", texts) is not None,
+        any(re.search(each, texts) for each in named),
+        any(_side_by_side(value, counts) for answer in recording.answers for value in answer.values()),
+    ]
+
+
+def _side_by_side(array: Array, counts: list[int]) -> bool:
+    """Whether an array has these numbers next to one another; bytes are the protocol's and hold any small number."""
+    flat = np.ravel(array)
+    if flat.dtype.kind not in "iuf" or flat.dtype == np.uint8 or len(flat) < len(counts):
+        return False
+    return bool((np.lib.stride_tricks.sliding_window_view(flat, len(counts)) == counts).all(axis=1).any())
 
 
 def _correlated(recording: Recording) -> tuple[int, int]:
@@ -276,6 +321,13 @@ def scores_of(site: str, result: Mapping[str, Any]) -> Secret:
     """What a site found out on its test images, from its own result.json."""
     names = ("n_train", "n_val", "n_test", "accuracy", "balanced_accuracy", "auc")
     return Secret(site, {}, tuple(float(result[name]) for name in names if result.get(name) is not None))
+
+
+def labels_of(site: str, classes: Iterable[str], labels: Iterable[int]) -> Secret:
+    """How many of a site's training images are of each class: all together, and each by itself."""
+    counted = Counter(labels)
+    counts = {name: counted[number] for number, name in enumerate(classes)}
+    return Secret(site, {}, tuple(map(float, counts.values())), counts)
 
 
 def forget(folder: Path) -> None:

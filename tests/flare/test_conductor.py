@@ -349,6 +349,22 @@ def test_a_site_that_cannot_join_ends_a_new_run_with_its_own_code(bench: Bench) 
     assert len(ended.panics) == 1
 
 
+def test_a_hundredfold_update_ends_the_job_and_names_its_site(bench: Bench) -> None:
+    def amend(task: str, message: Message, answer: Message) -> Message:
+        if task == TRAIN and message["round"] == 4:
+            return {**answer, "update": {name: 100 * value for name, value in answer["update"].items()}}
+        return answer
+
+    ended = bench.run(made_up_study("fedavg", schedule="constant"), sites={BIRCH: {"amend": amend}})
+    outcome = ended.outcome
+    assert (outcome["status"], outcome["code"], outcome["site"]) == ("failed", int(Code.OUTLIER), BIRCH)
+    assert (outcome["numbers"]["round"], outcome["numbers"]["most"]) == (4.0, 5.0)
+    assert outcome["numbers"]["times"] > 5
+    assert outcome["round"] == 3
+    assert int(read_tensors(ended.folder / "checkpoint.safetensors")[1]["round"]) == 3
+    assert ended.panics[0].startswith("code 49: round 4: the sites' updates together are ")
+
+
 def test_a_site_that_does_not_answer_the_first_task_is_named(bench: Bench) -> None:
     hang = {"interfere": lambda task, message: None}
     ended = bench.run(made_up_study("fedavg"), sites={BIRCH: hang}, timing=SimpleNamespace(join=1, round=20, grace=0.3))

@@ -136,7 +136,7 @@ def test_a_planted_local_tensor_stops_the_answer_and_is_named_in_the_sites_own_l
 
 
 @pytest.mark.parametrize("name", ["DXO", "DATA", "patients", "note", "__other__"])
-def test_anything_else_stops_the_answer(site: Site, name: str) -> None:
+def test_malicious_code_in_a_job_that_adds_a_field_lets_nothing_leave(site: Site, name: str) -> None:
     site.stops(TRAIN, {**answer_to(TRAIN, DECLARATION), name: SECRET}, name)
     site.stops("join", {"code": 0, name: SECRET}, name)
 
@@ -227,7 +227,7 @@ def test_a_job_that_does_not_say_what_may_leave_lets_nothing_leave(site: Site, c
     site.stops(TRAIN, answer_to(TRAIN, DECLARATION), "the gate stopped")
 
 
-def test_a_job_with_another_executor_or_a_second_one_lets_nothing_leave(tmp_path: Path) -> None:
+def test_malicious_code_in_a_job_as_another_executor_or_a_second_one_lets_nothing_leave(tmp_path: Path) -> None:
     foreign = Site(tmp_path / "foreign")
     deploy(foreign.kit, STUDY.options(), path="some.other.Executor")
     foreign.stops("join", {"code": 0}, "does not say what may leave")

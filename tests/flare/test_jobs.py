@@ -189,7 +189,7 @@ def test_a_job_is_written_anew_from_what_flare_keeps_of_it(job: Path, tmp_path: 
         from_meta(kept, "run-1", tmp_path / "c")
 
 
-def test_code_or_a_foreign_class_in_a_job_is_found_before_it_is_submitted(tmp_path: Path) -> None:
+def test_malicious_code_in_a_job_is_found_before_it_is_submitted(tmp_path: Path) -> None:
     study = usual_study("fedavg")
     job = export(study, tmp_path / "job", timing=Timing(), min_sites=3)
     assert read_study(job) == study

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from crossward.evaluate.facts import read_result
+from crossward.federation.contract import Payload, Report
 from crossward.federation.storage import read_json, read_tensors
 from crossward.flare import controller as controllers
 from crossward.flare import names
@@ -20,6 +22,7 @@ from crossward.flare.controller import FederationController
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.inprocess import simulate
 from crossward.site.messages import CONTRIBUTE, JOIN, SURVIVORS, TRAIN, Message
+from crossward.site.participant import Participant
 from crossward.site.release import Credentials
 from crossward.site.study import Study
 from crossward.site.troubles import Code
@@ -275,6 +278,22 @@ def test_a_site_that_contradicts_itself_is_caught_by_name_and_with_evidence(
     shown = {each["evidence"].partition("; evidence: ")[0].partition(": ")[2] for each in outcome["troubles"]}
     assert shown == {"committed to different secrets towards different sites"}
     assert (entry["sites"][liar]["status"], entry["sites"][liar]["code"]) == ("failed", int(Code.CAUGHT))
+
+
+def test_a_round_that_is_rejected_ends_the_job_and_names_nobody(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many sites send too much that there is no sum without them, and new ranges let it in."""
+    train = Participant.train
+
+    def scaled(self: Participant, payload: Payload, *given: Any) -> Report:
+        report = train(self, payload, *given)
+        times = 100 if (self.name in NAMES[:3], report.round_number) == (True, 4) else 1
+        return replace(report, update={name: times * tensor for name, tensor in report.update.items()})
+
+    monkeypatch.setattr(Participant, "train", scaled)
+    bench.run(made_up_study("fedavg", quorum=3, schedule="constant").masked(Settings()))
+    outcome = bench.outcome()
+    assert (outcome["status"], outcome["code"], outcome["site"]) == ("failed", int(Code.OUTLIER), None)
+    assert (outcome["numbers"]["round"], outcome["round"]) == (4.0, 3)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from crossward.site.study import Study
 from crossward.site.troubles import Code
 from tests.flare.faults import once, processes, run, send, settle
 from tests.flare.real import TIMING, Hospitals, Timing, hospitals_in, largest_difference, small_study, tensors_in
-from tests.flare.recording import Matches, Recording, Secret, forget, scores_of, search
+from tests.flare.recording import Matches, Recording, Secret, forget, labels_of, scores_of, search
 
 pytestmark = [pytest.mark.slow, pytest.mark.flare]
 
@@ -149,7 +149,8 @@ def test_a_masked_run_gives_the_open_model_and_only_messages_of_the_protocol_lea
     recording = Recording.read(record)
     assert len(recording.answers) == len(SITES) * len(expected)
     assert {(secret.site) for secret in recording.secrets} == set(SITES)
-    matches = search(recording, results(five, outcome.run))
+    labels = [labels_of(site, five.cohort.classes, five.cohort.sites[site].train.labels.tolist()) for site in SITES]
+    matches = search(recording, [*results(five, outcome.run), *labels])
     assert not any(matches.found().values()), matches
     assert min(matches.sought().values()) >= 20, matches
     check_that_the_search_finds(recording, record)

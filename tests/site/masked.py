@@ -119,6 +119,7 @@ class Federation:
         job: str = "job-1",
         start: Mapping[str, Tensor] | None = None,
         rounds: int = 3,
+        outlier: float = 0.0,
         agree: bool = True,
     ) -> None:
         self.folder, self.algebra, self.job = folder, algebra, job
@@ -128,8 +129,9 @@ class Federation:
             name: Hospital(name, algebra, folder / name, seed=seed) for seed, name in enumerate(self.names)
         }
         zeros = {name: torch.zeros(spec.shape) for name, spec in algebra.layout.items() if spec.scope.leaves}
+        begun = State(0, dict(start or zeros))
         self.coordinator = Coordinator(
-            folder / "server", algebra, State(0, dict(start or zeros)), sites=self.names, rounds=rounds, seed=0
+            folder / "server", algebra, begun, sites=self.names, rounds=rounds, seed=0, outlier=outlier
         )
         self.deaf: Lose = lambda task, site: False
         self.lost: Lose = lambda task, site: False

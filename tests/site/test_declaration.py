@@ -38,6 +38,7 @@ SERVERS = {
     Code.NOT_RESUMABLE,
     Code.ABORTED,
     Code.NO_SUM,
+    Code.OUTLIER,
     Code.GATE,
     Code.NOT_DECLARED,
 }

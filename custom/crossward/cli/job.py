@@ -34,6 +34,7 @@ from crossward.cli.study_options import (
     MinSum,
     NetName,
     NormName,
+    Outlier,
     Participation,
     RingBits,
     Rounds,
@@ -51,6 +52,7 @@ from crossward.cli.study_options import (
     private,
 )
 from crossward.federation.errors import BadInput, RunFailure
+from crossward.federation.outliers import TIMES
 from crossward.flare.console import Console
 from crossward.flare.explain import Line
 from crossward.flare.explain import explain as explain_job
@@ -118,6 +120,7 @@ def export(
         int | None,
         typer.Option(help="Sites that must be connected to start; the quorum, and enough for a sum, if not given."),
     ] = None,
+    outlier: Outlier = TIMES,
     secagg: Secagg = True,
     min_sum: MinSum = Settings.min_sites,
     ring_bits: RingBits = Settings.bits,
@@ -166,6 +169,7 @@ def export(
         plugs=Plugs(block, head),
         participation=_part(participation),
         quorum=quorum or None,
+        outlier=outlier,
     )
     timing = Timing(join=join_timeout, round=round_timeout, grace=grace)
     if secagg:

@@ -33,6 +33,7 @@ from crossward.cli.study_options import (
     MinSum,
     NetName,
     NormName,
+    Outlier,
     Participation,
     RingBits,
     Rounds,
@@ -49,6 +50,7 @@ from crossward.cli.study_options import (
     parse_options,
     private,
 )
+from crossward.federation.outliers import TIMES
 from crossward.imaging.data import Cohort, load
 from crossward.imaging.held_out import NamedScans, load_held_out
 from crossward.methods import Task, create
@@ -91,6 +93,7 @@ def simulate(
     quorum: Annotated[
         int | None, typer.Option(help="Reports that a round needs; all the invited if not given.")
     ] = None,
+    outlier: Outlier = TIMES,
     secagg: Secagg = False,
     min_sum: MinSum = Settings.min_sites,
     ring_bits: RingBits = Settings.bits,
@@ -166,6 +169,7 @@ def simulate(
         plugs=Plugs(block, head),
         participation=participation,
         quorum=quorum,
+        outlier=outlier,
     )
     if secagg:
         study = masked(study, min_sum=min_sum, ring_bits=ring_bits)

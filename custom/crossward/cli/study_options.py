@@ -51,6 +51,9 @@ DpUnit = Annotated[str, typer.Option(help="Whose presence is hidden: patient, im
 DpDistributed = Annotated[
     bool, typer.Option("--dp-distributed", help="With --dp-unit site and --secagg: sites share the noise of a sum.")
 ]
+Outlier = Annotated[
+    float, typer.Option(help="Reject a round whose update is this many times as long as the rounds before; 0: none.")
+]
 Participation = Annotated[float, typer.Option(help="Part of the sites invited to a round.")]
 
 

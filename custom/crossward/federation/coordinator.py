@@ -32,6 +32,7 @@ from crossward.federation.contract import (
 )
 from crossward.federation.errors import BadInput, OtherStudy, RunFailure
 from crossward.federation.names import check_site_name
+from crossward.federation.outliers import Bound, moved, shared_length
 from crossward.federation.scopes import layout_digest, tensors_digest
 from crossward.federation.seeds import derive
 from crossward.federation.storage import read_tensors, write_tensors
@@ -39,6 +40,8 @@ from crossward.federation.storage import read_tensors, write_tensors
 _CHECKPOINT_FORMAT = "crossward.checkpoint/2"
 # No site has such a name.
 _MEAN, _SEALED = "*mean", "*sealed"
+_MOVED = "moved"
+"""In the history, and so in the checkpoint: how far a round moved the shared tensors."""
 
 
 class Coordinator:
@@ -53,6 +56,7 @@ class Coordinator:
         seed: decides who is invited under partial participation.
         participation: the part of the sites that is invited to each round.
         quorum: how many reports a round needs; all the invited ones if not given.
+        outlier: how many times as long as in the rounds before a round's combined update may be; 0: any length.
         study: digest of what is run; a checkpoint of another study is refused.
     """
 
@@ -67,6 +71,7 @@ class Coordinator:
         seed: int,
         participation: float = 1.0,
         quorum: int | None = None,
+        outlier: float = 0.0,
         study: str = "",
     ) -> None:
         for site in sites:
@@ -90,6 +95,7 @@ class Coordinator:
         """The largest value of every tensor's last sum, which the ranges follow."""
         self._folder = folder
         self._seed = seed
+        self._bound = Bound(outlier)
         self._identity = hashlib.sha256(f"{layout_digest(algebra.sent)} {study}".encode()).hexdigest()
         self._invitations = max(1, math.ceil(participation * len(sites) - 1e-9))
         self.quorum = min(quorum or self._invitations, self._invitations)
@@ -125,6 +131,7 @@ class Coordinator:
         self._combined: State | None = None
         self._digests: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
+        self._lengths: dict[str, float] = {}
         self._sums = Sums()
         self._spooled: dict[str, Spooled] = {}
 
@@ -140,6 +147,7 @@ class Coordinator:
         self._expect(report, place)
         if report.model != self._digest(report.site):
             raise RunFailure(f"{place}: the report was trained from another model than the one sent in this run")
+        length = shared_length(self.algebra.layout, report.update) if self._bound else 0.0
         entry = spool(self._spool_folder, report) if self._plan is None else None
         with self._lock:
             self._expect(report, place)
@@ -151,6 +159,7 @@ class Coordinator:
                 self._sums.add(self.algebra.contribute(report, self._plan, self._invited.index(report.site)))
             if entry is not None:
                 self._spooled[report.site] = entry
+            self._lengths[report.site] = length
             self._tallies[report.site] = report.tally
 
     def _expect(self, report: Report, place: str) -> None:
@@ -181,6 +190,7 @@ class Coordinator:
 
         Raises:
             RunFailure: fewer reports than the quorum; the round is not aggregated and stays open.
+            OutlierRound: it would move the model much further than the rounds before; nothing of it is written.
             StorageFailure: the checkpoint could not be written; the run stays at the round before, and the round
                 can be closed again when there is room.
         """
@@ -194,7 +204,7 @@ class Coordinator:
             if self._combined is None:
                 self._combined = self._combine() if combined is None else combined
         after = self._combined
-        history = [*self.history, dict(record)]
+        history = [*self.history, {**record, **self._checked(after)}]
         self._write_checkpoint(after, history)
         self._tidy_best()
         for scratch in (self._folder / "spool", self.scratch):
@@ -203,6 +213,15 @@ class Coordinator:
             self.state, self.history = after, history
             self._begin()
         return after
+
+    def _checked(self, after: State) -> dict[str, float]:
+        """How far the round moves the model, where that is bounded and it is not too far."""
+        if not self._bound:
+            return {}
+        length = moved(self.algebra.layout, self.state, after)
+        earlier = [entry[_MOVED] for entry in self.history]
+        self._bound.check(length, earlier=earlier, own=self._lengths, round_number=self._round)
+        return {_MOVED: length}
 
     def _combine(self) -> State:
         if self._plan is None:

@@ -25,6 +25,7 @@ from crossward.federation.contract import (
 )
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import PrivacyRefusal, RunFailure, StorageFailure
+from crossward.federation.outliers import OutlierRound
 from crossward.flare.jobs import Timing
 from crossward.flare.phase import Answer, Outcome, Patience, Phase
 from crossward.flare.progress import Progress
@@ -177,6 +178,14 @@ class Conductor:
         reported = coordinator.reported if summed is None else summed
         try:
             coordinator.close_round(record, combined)
+        except OutlierRound as failure:
+            raise Refusal(
+                Code.OUTLIER,
+                site=failure.site,
+                round=failure.round_number,
+                times=failure.times,
+                most=failure.allowed,
+            ) from failure
         except RunFailure as failure:
             raise Refusal(Code.QUORUM, reports=len(reported), needed=coordinator.quorum) from failure
         self._progress.reached(coordinator.state.round_number)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, CrosswardError
+from crossward.federation.outliers import TIMES, Bound
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.base import Method, Model, Task
 from crossward.methods.registry import create, fits
@@ -46,10 +47,12 @@ class Study:
     plugs: Plugs
     participation: float = 1.0
     quorum: int | None = None
+    outlier: float = TIMES
     masking: Settings | None = None
     privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
+        Bound(self.outlier)
         self._check_privacy()
         if self.masking is None:
             return
@@ -122,6 +125,7 @@ class Study:
             "plugs": asdict(self.plugs),
             "participation": self.participation,
             "quorum": self.quorum,
+            "outlier": self.outlier,
             "masking": asdict(self.masking) if self.masking else None,
             "privacy": asdict(self.privacy) if self.privacy else None,
         }
@@ -147,6 +151,7 @@ class Study:
                 plugs=_typed(Plugs, **given.pop("plugs")),
                 participation=given.pop("participation", 1.0),
                 quorum=given.pop("quorum", None),
+                outlier=given.pop("outlier", TIMES),
                 masking=None if masking is None else _typed(Settings, **masking),
                 privacy=None if privacy is None else _typed(Privacy, **privacy),
             )
@@ -156,7 +161,7 @@ class Study:
             raise BadInput(f"the study cannot be understood: {error}; write it with: crossward job export") from error
         if given:
             raise BadInput(f"the study has a part that this version does not know: {', '.join(sorted(given))}")
-        return replace(study, participation=float(study.participation))
+        return replace(study, participation=float(study.participation), outlier=float(study.outlier))
 
     def model(self) -> Model:
         """Build the model, scopes included; the same at the server and at every site."""
@@ -174,6 +179,7 @@ class Study:
             seed=self.training.seed,
             participation=self.participation,
             quorum=self.quorum,
+            outlier=self.outlier,
             study=self.digest(),
         )
 

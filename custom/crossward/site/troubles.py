@@ -60,6 +60,7 @@ class Code(IntEnum):
     NOT_DECLARED = 51
     DISPUTED = 52
     QUARREL = 53
+    OUTLIER = 54
     LEDGER = 60
     NOT_PRIVATE = 61
     OTHER_UNIT = 62
@@ -248,6 +249,13 @@ _WORDS: dict[Code, _Words] = {
         "only {sites:.0f} sites were left for a sum that needs {needed:.0f}; finished rounds are kept",
         "Bring the missing sites back and resume the run; nothing is trained again",
         ("sites", "needed"),
+    ),
+    Code.OUTLIER: _Words(
+        "round {round:.0f}: the sites' updates together are {times:.3g} times as long as in the rounds before, and the "
+        "job allows {most:g}; the round is not used, finished rounds are kept",
+        "Find out what that site trained on, or, where none is named, every site; then start a new run with another "
+        "--seed and without the site at fault, or with a larger --outlier if all is as it should be",
+        ("round", "times", "most"),
     ),
     Code.GATE: _Words(
         "the site's gate stopped the answer: it held something that may not leave the site",
