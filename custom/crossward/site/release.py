@@ -181,7 +181,7 @@ class Release:
             raise Refusal(Code.NOT_MASKED)
         layout = self._masked.layout(request)
         contribution, tally = self._masked.parts(request, self._reports[request.kind])
-        checks = secure.group_key("checks", parts=[request.round_number]) if layout.slots else None
+        checks = secure.group_key("checks", round_number=request.round_number) if layout.slots else None
         words = layout.encode(
             contribution, tally, request.limits, rounding_key=self._chances(request), checks_key=checks
         )
@@ -231,7 +231,7 @@ class Release:
     def _keep_keys(self, request: Request, secure: SecureSite) -> None:
         """What opens the result for this site is on disk before the result can exist."""
         keys: dict[str, Any] = {
-            name: secure.group_key("rotation", parts=[request.round_number, name]).hex()
+            name: secure.group_key("rotation", round_number=request.round_number, parts=[name]).hex()
             for name in self._masked.rotated
         }
         kept: dict[str, Any] = {"rotations": keys}
@@ -239,7 +239,7 @@ class Release:
             # Of what the server sends with the result only the numbers under pads are believed.
             kept |= {
                 "pads": [key.hex() for key in secure.take_pads()],
-                "checks": secure.group_key("checks", parts=[request.round_number]).hex(),
+                "checks": secure.group_key("checks", round_number=request.round_number).hex(),
                 "limits": {name: request.limits[name] for name in self._masked.personal},
                 "divisors": self._masked.divisors(request.plan, self._name),
                 "parties": len(request.cohort),
@@ -313,7 +313,7 @@ class Release:
         """Turn the vectors whose cosines the server needs by a key that it does not know."""
         update = dict(report.update)
         for name in self._masked.rotated:
-            key = secure.group_key("rotation", parts=[report.round_number, name])
+            key = secure.group_key("rotation", round_number=report.round_number, parts=[name])
             update[name] = _turned(update[name], rotation(update[name].shape[1], key))
         return replace(report, update=update)
 
@@ -321,13 +321,14 @@ class Release:
         """What the server compares sites by: sketches under a key of the sites, and turned vectors of length 1."""
         if self._masked.sketched:
             # Whoever colludes knows the keys, and every key gives equations for each other site's update.
-            self._hold(f"sketches from {self._model}", secure.group_key("sketches").hex(), most=MOST_SKETCHES)
+            key = secure.group_key("sketches", round_number=report.round_number)
+            self._hold(f"sketches from {self._model}", key.hex(), most=MOST_SKETCHES)
         found: dict[str, Vector] = {}
         for block, name in self._masked.rotated_blocks.items():
             vector = report.update[name].double().reshape(-1)
             found[block] = (vector / vector.norm().clamp_min(1e-30)).numpy()
         for block, names in self._masked.sketched.items():
-            key = secure.group_key("sketch", parts=[report.round_number, block])
+            key = secure.group_key("sketch", round_number=report.round_number, parts=[block])
             found[block] = sketch((report.update[name].numpy().reshape(-1) for name in names), key)
         return found
 

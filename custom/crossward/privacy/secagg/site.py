@@ -17,7 +17,7 @@ from crossward.privacy.secagg.attempt import Blamed, OutOfTurn, SiteAttempt
 from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
-from crossward.privacy.secagg.keys import JobKeys, PairRoots, derive, fresh, lock, sign, signed_by, unlock
+from crossward.privacy.secagg.keys import GROUP, JobKeys, PairRoots, fresh, lock, sign, signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
 from crossward.privacy.secagg.memory import (
     AlreadyUsed,
@@ -77,7 +77,6 @@ class SecureSite:
         self._strikes = 0
         self._roster: Roster | None = None
         self._pairs: PairRoots | None = None
-        self._group = b""
         self._attempt: SiteAttempt | None = None
         self._begun: set[bytes] = set()
 
@@ -108,12 +107,14 @@ class SecureSite:
             for other in roster.members.values()
             if other.name != self.name
         }
+        self._keys.end_agreement()
         self._pairs = PairRoots(roots, last=self.settings.rounds)
         self._state = "joined"
         boxes = {}
         if self.name == min(roster.members):
-            self._group = fresh()
-            boxes = {other: lock(self._group_key(other), self._group, about=roster.digest) for other in roots}
+            secret = fresh()
+            boxes = {other: lock(self._group_key(other), secret, about=roster.digest) for other in roots}
+            self._pairs.add_group(secret)
         return sign(JOINED, {"boxes": boxes}, sender=self.name, context=roster.digest, keys=self._keys)
 
     def take_group(self, joined: Mapping[str, bytes]) -> None:
@@ -126,14 +127,16 @@ class SecureSite:
         first = min(roster.members)
         if self.name != first:
             box = canonical.field(canonical.field(bodies[first], "boxes", dict), self.name, bytes)
-            self._group = unlock(self._group_key(first), box, about=roster.digest)
+            self._known_pairs().add_group(unlock(self._group_key(first), box, about=roster.digest))
         self._state = "keyed"
 
-    def group_key(self, purpose: str, *, parts: Sequence[Any] = ()) -> bytes:
-        """A key that all sites know and the server does not, for one purpose."""
-        if not self._group:
+    def group_key(self, purpose: str, *, round_number: int, parts: Sequence[Any] = ()) -> bytes:
+        """A key that all sites know and the server does not, for one purpose in one round; keys of earlier ones go."""
+        pairs = self._pairs
+        if pairs is None or not pairs.grouped:
             raise OutOfTurn("the sites have not agreed on keys yet")
-        return derive(self._group, purpose, parts=parts)
+        pairs.move_to(round_number)
+        return pairs.key(GROUP, purpose, parts=parts)
 
     def begin(self, binding: Binding, *, note: bytes = b"") -> bytes:
         """Begin an attempt: draw its secrets and share them among the cohort.
@@ -150,12 +153,11 @@ class SecureSite:
             raise Untrusted("a cohort with strangers, or without this site")
         self.settings.check_cohort(len(binding.cohort))
         check_new(self._memory.uses(binding.study, binding.model), binding, job=self._job)
-        pairs.move_to(binding.round_number)
         context = binding.context(
             job=self._job,
             roster=roster.digest,
             settings=self.settings.digest(),
-            group=digest("group", self._group),
+            group=self.group_key("context", round_number=binding.round_number),
         )
         # Boxes have a key of the context and no nonce: a context seals once.
         if context in self._begun:
@@ -302,7 +304,7 @@ class SecureSite:
         """Forget all keys of the job."""
         self.forget_attempt()
         self._state = "left"
-        self._group = b""
+        self._keys.forget()
         if self._pairs is not None:
             self._pairs.forget()
 
