@@ -44,6 +44,7 @@ from crossward.site.messages import (
     TRAIN,
     Message,
 )
+from crossward.site.one_sum import EVERY_STUDY, hold_to_one_sum, tensor_digests
 from crossward.site.participant import Participant
 from crossward.site.troubles import Code, Refusal
 
@@ -98,6 +99,7 @@ class Release:
         self._model, self._round = "", 0
         self._reports: dict[Kind, Report] = {}
         self._digests: dict[Kind, str] = {}
+        self._tensors: dict[str, str] = {}
         self._request: Request | None = None
         self.tasks: Mapping[str, Callable[[Mapping[str, Any]], Message]] = {
             JOIN: self._join,
@@ -147,6 +149,7 @@ class Release:
         self._reports = dict.fromkeys((Kind.TOTALS, Kind.RANGES, Kind.UPDATES), report)
         # Of the report as it was trained: it is turned by another key in another job, and is the same report.
         self._digests = dict.fromkeys(self._reports, _digest_of(trained))
+        self._tensors = tensor_digests(trained.update)
         return {"round": report.round_number, "cosines": self._cosines(report, secure)}
 
     def _evaluate(self, message: Mapping[str, Any]) -> Message:
@@ -203,6 +206,19 @@ class Release:
         self._demand_whole(request, notes)
         if request.kind is Kind.UPDATES:
             self._masked.check_rows(self._name, notes, fewest=self._masking.fewest)
+        self._hold_to_one_sum(request, notes)
+
+    def _hold_to_one_sum(self, request: Request, sites: Collection[str]) -> None:
+        """Before something is masked, and before it is opened with fewer sites than it was masked for."""
+        ways = self._masked.ways(request, self._reports[request.kind])
+        hold_to_one_sum(
+            self._memory,
+            owner=hashlib.sha256(f"{self._study} {self._model}".encode()).hexdigest(),
+            kind=request.kind.value,
+            round_number=request.round_number,
+            sites=tuple(sorted(sites)),
+            ways={self._tensors[name]: way for name, way in ways.items() if name in self._tensors},
+        )
 
     @staticmethod
     def _demand_whole(request: Request, sites: Collection[str]) -> None:
@@ -214,6 +230,7 @@ class Release:
         if self._request is None:
             raise Refusal(Code.NOT_MASKED)
         self._demand_whole(self._request, uploads)
+        self._hold_to_one_sum(self._request, [site for site in self._request.cohort if site in uploads])
         return self._opening(self._keyed().survivors(uploads))
 
     def _reveal(self, message: Mapping[str, Any]) -> Message:
@@ -256,6 +273,10 @@ class Release:
         return request
 
     @property
+    def _sketched(self) -> list[str]:
+        return [name for names in self._masked.sketched.values() for name in names]
+
+    @property
     def _name(self) -> str:
         return self._participant.name
 
@@ -272,9 +293,9 @@ class Release:
         self._request = None
         return self._opened(payload)
 
-    def _hold(self, what: str, value: str, *, most: int = 1) -> None:
-        value = hashlib.sha256(value.encode()).hexdigest()
-        hold_to(self._memory, self._study, what, value, job=self._job, most=most)
+    def _hold(self, what: str, value: str, *, most: int = 1, study: str | None = None) -> None:
+        value, study = hashlib.sha256(value.encode()).hexdigest(), self._study if study is None else study
+        hold_to(self._memory, study, what, value, job=self._job, most=most)
 
     def _opened(self, payload: Payload) -> Payload:
         """The model as this site reads it: its own personal tensors without pads, turned vectors turned back."""
@@ -323,6 +344,9 @@ class Release:
             # Whoever colludes knows the keys, and every key gives equations for each other site's update.
             key = secure.group_key("sketches", round_number=report.round_number)
             self._hold(f"sketches from {self._model}", key.hex(), most=MOST_SKETCHES)
+            # Nearly the same study trains the same, and would have as many again.
+            trained = sorted(self._tensors[name] for name in self._sketched if name in self._tensors)
+            self._hold(f"sketches of {' '.join(trained)}", key.hex(), most=MOST_SKETCHES, study=EVERY_STUDY)
         found: dict[str, Vector] = {}
         for block, name in self._masked.rotated_blocks.items():
             vector = report.update[name].double().reshape(-1)

@@ -132,8 +132,8 @@ _WORDS: dict[Code, _Words] = {
         f"{_SITE_LOG}. Nothing of the site's can be read without that step",
     ),
     Code.MASKED_BEFORE: _Words(
-        "the site has masked something else for this model before, in this run or another one of the same study: "
-        "for other sites, by another plan, or another update",
+        "the site has masked something else for this model before, or the same update for another sum: in this run, "
+        "in another one, or in another study that trains the same; for other sites, by another plan, or other ranges",
         "Resume with the same sites as then, or export the job with another --seed; two sums of one update that differ "
         "by a site would show that site's",
     ),
