@@ -18,6 +18,7 @@ from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.server import Caught
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import Blamed, OutOfTurn
+from crossward.privacy.secagg.strikes import Strikes
 from tests.privacy.federation import Federation, Lost, authority, binding, identity, names, run_round, secure_site
 from tests.privacy.steps import CHANCE, Round, changed, uniform
 
@@ -203,7 +204,7 @@ def test_replayed_or_reordered_messages() -> None:
         }
         before = site.state
         for name in which:
-            site._strikes = 0
+            site._strikes = Strikes()
             with pytest.raises(OutOfTurn):
                 calls[name]()
             assert site.state == before

@@ -32,6 +32,7 @@ from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
 from crossward.privacy.secagg.identity import Untrusted
 from crossward.privacy.secagg.memory import AlreadyUsed
+from crossward.privacy.secagg.strikes import Strikes
 from crossward.site import messages
 from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
@@ -72,6 +73,7 @@ class Member:
         self._job = job
         self._credentials = credentials
         self._release: Release | None = None
+        self._strikes = Strikes()
         self._options = study
         self._policy = policy
         self._patience = patience
@@ -177,6 +179,7 @@ class Member:
                 job=self._job,
                 credentials=credentials,
                 memory=self._policy.state_root / "masks",
+                strikes=self._strikes,
                 threads=os.cpu_count() or 1,
             )
         return self._participant

@@ -28,6 +28,7 @@ from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import SecureSite
 from crossward.privacy.secagg.sketch import rotation, sketch
+from crossward.privacy.secagg.strikes import Strikes
 from crossward.privacy.secagg.vector import checked
 from crossward.privacy.sums import TEST, Kind, MaskedAlgebra, Request, received_digest
 from crossward.site import messages
@@ -73,6 +74,7 @@ class Release:
         job: the job's own name, without the number of the agreement on keys.
         credentials: who the site is.
         memory: folder of what the site's masks were used for; the site's, not the run's.
+        strikes: of the job, which may be about more than one run.
         threads: for masking.
     """
 
@@ -85,6 +87,7 @@ class Release:
         job: str,
         credentials: Credentials,
         memory: Path,
+        strikes: Strikes | None = None,
         threads: int = 1,
     ) -> None:
         self._participant = participant
@@ -93,6 +96,7 @@ class Release:
         self._job = job
         self._credentials = credentials
         self._memory = DurableMemory(memory)
+        self._strikes = strikes or Strikes()
         self._threads = threads
         self._masked = MaskedAlgebra(participant.algebra, bits=masking.bits)
         self._secure: SecureSite | None = None
@@ -114,7 +118,8 @@ class Release:
         }
 
     def _join(self, message: Mapping[str, Any]) -> Message:
-        """New keys, also in the middle of a job, when a site has lost its own."""
+        """New keys, also in the middle of a job, when a site has lost its own; none where this site has left it."""
+        self._stay()
         agreement = message.get("agreement")
         if type(agreement) is not int:
             raise Refusal(Code.BAD_TASK)
@@ -128,6 +133,7 @@ class Release:
             roots=self._credentials.roots,
             memory=self._memory,
             outsiders=self._credentials.outsiders,
+            strikes=self._strikes,
             threads=self._threads,
         )
         return {"hello": self._secure.hello()}
@@ -281,9 +287,14 @@ class Release:
         return self._participant.name
 
     def _keyed(self) -> SecureSite:
-        if self._secure is None or self._secure.state == "left":
+        self._stay()
+        if self._secure is None:
             raise Refusal(Code.NO_KEYS)
         return self._secure
+
+    def _stay(self) -> None:
+        if self._strikes.out:
+            raise Refusal(Code.LEFT_JOB)
 
     def _received(self, payload: Payload) -> Payload:
         model = received_digest(payload.tensors, payload.plan)

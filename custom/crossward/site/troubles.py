@@ -61,6 +61,7 @@ class Code(IntEnum):
     NOT_PRIVATE = 61
     OTHER_UNIT = 62
     LARGE_EPSILON = 63
+    LEFT_JOB = 64
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,11 @@ _WORDS: dict[Code, _Words] = {
         "{allowed:g} times the clip",
         "Export the job with a smaller --dp; the rule is min_noise in the site's local/privacy.json",
         ("allowed",),
+    ),
+    Code.LEFT_JOB: _Words(
+        "the site has left the job: three times the server asked for a step of secure aggregation that was out of turn "
+        "or did not hold",
+        f"{_SITE_LOG}, each of the three by itself. Find out why the server asked; a new job starts afresh",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",

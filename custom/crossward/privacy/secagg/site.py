@@ -1,8 +1,8 @@
 """A site's side of SA-1 as a state machine: every message is checked against what the site knows before it is answered.
 
 ``hello`` -> ``join`` -> ``take_group`` -> (``begin`` -> ``contribute`` -> ``survivors`` [-> ``reveal``])*. A message
-that does not hold ends the attempt; one that nobody waits for is not answered, and the third of them ends the job for
-this site.
+that does not hold ends the attempt; one that nobody waits for is not answered. The third that is the server's fault
+ends the job for this site, see ``Strikes``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.roster import Roster, check_roster, hello
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.shamir import split
+from crossward.privacy.secagg.strikes import Strikes
 
-STRIKES = 3
 _BEFORE_KEYS = ("new", "greeted", "joined", "left")
 
 
@@ -49,6 +49,7 @@ class SecureSite:
         roots: the site's own copy of the federation's root certificate.
         memory: what was used before; kept on disk by the caller.
         outsiders: names that have certificates of the federation and are no sites, such as the server's.
+        strikes: of the job, where it has had other keys before.
         threads: for masking.
     """
 
@@ -62,6 +63,7 @@ class SecureSite:
         roots: bytes,
         memory: Memory,
         outsiders: Collection[str] = (),
+        strikes: Strikes | None = None,
         threads: int = 1,
     ) -> None:
         self.name = name
@@ -74,7 +76,7 @@ class SecureSite:
         self._threads = threads
         self._keys = JobKeys()
         self._state = "new"
-        self._strikes = 0
+        self._strikes = strikes or Strikes()
         self._roster: Roster | None = None
         self._pairs: PairRoots | None = None
         self._attempt: SiteAttempt | None = None
@@ -146,8 +148,13 @@ class SecureSite:
             note: for the other sites to read, and not for the server; of the same length at every site.
         """
         if self._state in _BEFORE_KEYS:
+            self._strike()
             raise OutOfTurn("a sum before the sites have agreed on keys")
         self.forget_attempt()
+        with self._counting():
+            return self._begin(binding, note)
+
+    def _begin(self, binding: Binding, note: bytes) -> bytes:
         roster, pairs = self._known_roster(), self._known_pairs()
         if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
             raise Untrusted("a cohort with strangers, or without this site")
@@ -370,17 +377,30 @@ class SecureSite:
 
     def _expect(self, state: str) -> None:
         if self._state != state:
-            self._strikes += 1
-            if self._strikes >= STRIKES:
-                self.leave()
+            self._strike()
             raise OutOfTurn(f"a message for a site that is '{state}', and this one is '{self._state}'")
+
+    def _strike(self) -> None:
+        self._strikes.add()
+        if self._strikes.out:
+            self.leave()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what does not hold in a sum; what another site did is not the server's fault, and is ``Blamed``."""
+        try:
+            yield
+        except (Untrusted, Malformed):
+            self._strike()
+            raise
 
     @contextmanager
     def _attempting(self, state: str) -> Iterator[SiteAttempt]:
         """Take a message in its turn; one that does not hold ends the attempt, and its secrets are gone."""
         attempt = self._at(state)
         try:
-            yield attempt
+            with self._counting():
+                yield attempt
         except BaseException:
             self.forget_attempt()
             raise
