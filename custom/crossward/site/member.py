@@ -88,7 +88,8 @@ class Member:
         try:
             if task not in TASKS:
                 raise Refusal(Code.BAD_TASK)
-            self._admitted(message)
+            participant = self._admitted(message)
+            messages.check_round(task, message, rounds=participant.rounds)
             released = self._release.tasks if self._release else {}
             tasks = {**self._tasks, **released}
             if task not in tasks:
