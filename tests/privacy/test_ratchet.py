@@ -38,7 +38,7 @@ def roots_within_reach(site: SecureSite) -> list[bytes]:
     """The first root with another site, and what can be taken for it: secrets, and what private keys agree on."""
     roster = site._roster
     assert roster is not None
-    parts = [JOB, [ME, OTHER], roster.digest]
+    parts = [JOB, roster.digest, ME, OTHER]
     found = []
     for each in reachable(site):
         if isinstance(each, bytes) and len(each) == 32:

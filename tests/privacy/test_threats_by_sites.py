@@ -323,7 +323,7 @@ def test_a_stolen_kit_cannot_open_another_sites_vector() -> None:
     thief._roster = federation.server.roster
     assert thief._roster is not None
     victim = federation.sites[sites[0]]
-    parts = ["job-1", sites[:2], thief._roster.digest]
+    parts = ["job-1", thief._roster.digest, *sites[:2]]
     stolen = PairRoots({sites[0]: thief._keys.agree(victim._keys.agree_key, parts=parts)}, last=1)
     stolen.move_to(1)
     pairs = federation.sites[sites[1]]._pairs

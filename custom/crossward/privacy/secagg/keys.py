@@ -76,9 +76,11 @@ class JobKeys:
             raise Untrusted("another site's key is none") from error
         return derive(shared, "root", parts=parts)
 
-    def end_agreement(self) -> None:
-        """Drop the key that secrets are agreed on with: it would give every pair's first root again."""
+    def roots(self, own: str, others: Mapping[str, bytes], *, parts: Sequence[Any]) -> dict[str, bytes]:
+        """The first secret with every other site; the key they are agreed on with goes, as it would give them again."""
+        found = {other: self.agree(key, parts=[*parts, *sorted([own, other])]) for other, key in others.items()}
         self._agreeing = None
+        return found
 
     def forget(self) -> None:
         self._signing = self._agreeing = None

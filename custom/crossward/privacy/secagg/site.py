@@ -19,16 +19,9 @@ from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
 from crossward.privacy.secagg.keys import GROUP, JobKeys, PairRoots, fresh, lock, sign, signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
-from crossward.privacy.secagg.memory import (
-    AlreadyUsed,
-    Memory,
-    Use,
-    about_of,
-    check_new,
-    check_same_update,
-    check_sum,
-)
+from crossward.privacy.secagg.memory import AlreadyUsed, Memory, Use, about_of, check_new, check_same_update, check_sum
 from crossward.privacy.secagg.messages import AGREED, JOINED, REVEAL, SHARE, UPLOAD, names_of
+from crossward.privacy.secagg.pads import Pads
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.roster import Roster, check_roster, hello
 from crossward.privacy.secagg.settings import Settings
@@ -102,14 +95,8 @@ class SecureSite:
         if own is None or (own.agree_key, own.verify_key) != (self._keys.agree_key, self._keys.verify_key):
             raise Untrusted("the roster has other keys for this site than its own")
         self._roster = roster
-        roots = {
-            other.name: self._keys.agree(
-                other.agree_key, parts=[self._job, sorted([self.name, other.name]), roster.digest]
-            )
-            for other in roster.members.values()
-            if other.name != self.name
-        }
-        self._keys.end_agreement()
+        others = {name: member.agree_key for name, member in roster.members.items() if name != self.name}
+        roots = self._keys.roots(self.name, others, parts=[self._job, roster.digest])
         self._pairs = PairRoots(roots, last=self.settings.rounds)
         self._state = "joined"
         boxes = {}
@@ -151,21 +138,14 @@ class SecureSite:
             self._strike()
             raise OutOfTurn("a sum before the sites have agreed on keys")
         self.forget_attempt()
-        with self._counting():
-            return self._begin(binding, note)
-
-    def _begin(self, binding: Binding, note: bytes) -> bytes:
         roster, pairs = self._known_roster(), self._known_pairs()
-        if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
-            raise Untrusted("a cohort with strangers, or without this site")
-        self.settings.check_cohort(len(binding.cohort))
-        check_new(self._memory.uses(binding.study, binding.model), binding, job=self._job)
-        context = binding.context(
-            job=self._job,
-            roster=roster.digest,
-            settings=self.settings.digest(),
-            group=self.group_key("context", round_number=binding.round_number),
-        )
+        with self._counting():
+            if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
+                raise Untrusted("a cohort with strangers, or without this site")
+            self.settings.check_cohort(len(binding.cohort))
+            check_new(self._memory.uses(binding.study, binding.model), binding, job=self._job)
+            group = self.group_key("context", round_number=binding.round_number)
+        context = binding.context(job=self._job, roster=roster.digest, settings=self.settings.digest(), group=group)
         # Boxes have a key of the context and no nonce: a context seals once.
         if context in self._begun:
             raise AlreadyUsed(f"attempt {binding.attempt} of round {binding.round_number} was begun before")
@@ -242,8 +222,12 @@ class SecureSite:
         masks = [Mask(attempt.self_seed, 1)]
         masks += [Mask(attempt.pair_seeds[peer], 1 if self.name < peer else -1) for peer in attempt.notes]
         apply_masks(words, masks, cipher=self.settings.cipher, threads=self._threads)
+        pads = Pads(self.name, self._known_pairs(), attempt.context)
         for owner, where in slots.items():
-            self._pad(attempt, owner, words[where])
+            if owner == self.name:
+                attempt.pads = pads.of_others(sharers)
+            else:
+                apply_masks(words[where], [pads.put_on(owner)], cipher=self.settings.cipher, threads=self._threads)
         Ring(self.settings.bits, len(sharers)).narrow(words)
         attempt.self_seed, attempt.pair_seeds = b"", {}
         self._state = "uploaded"
@@ -341,19 +325,6 @@ class SecureSite:
                 peer, f"or the server changed what it shares, or has another round in mind ({error})"
             ) from error
         attempt.take(peer, body, content)
-
-    def _pad(self, attempt: SiteAttempt, owner: str, words: Words) -> None:
-        """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""
-        pairs = self._known_pairs()
-        if owner == self.name:
-            attempt.pads = {
-                peer: pairs.key(peer, "pad", context=attempt.context, parts=[peer, self.name])
-                for peer in attempt.sharers
-                if peer != self.name
-            }
-        else:
-            key = pairs.key(owner, "pad", context=attempt.context, parts=[self.name, owner])
-            apply_masks(words, [Mask(key, 1)], cipher=self.settings.cipher, threads=self._threads)
 
     def _note(self, attempt: SiteAttempt, cohort: tuple[str, ...], step: Any) -> None:
         binding = attempt.binding
