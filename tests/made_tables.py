@@ -71,7 +71,8 @@ ARISES: Mapping[Code, str] = {
     Code.DIVERGED: "training, or the test at the end, gave numbers that are not finite",
     Code.MEMORY: "the site's process, or its GPU, could get no more memory",
     Code.INTERNAL: "the site met an error that is on no list",
-    Code.BAD_TASK: "the server's message has an unknown task, a bad run name, or tensors that are not shared",
+    Code.BAD_TASK: "the server's message has an unknown task, a bad run name, a round beyond those of the study, or "
+    "tensors that are not shared",
     Code.OPEN_JOB: "the site holds the job against `secure_aggregation` of its policy, before it reads an image",
     Code.SMALL_SUMS: "likewise, against `minimum_sites`",
     Code.NOT_MASKED: "a step of secure aggregation: a request, a key, a share, a signature or a set of sites is wrong",
@@ -90,6 +91,8 @@ ARISES: Mapping[Code, str] = {
     Code.LEDGER: "the site reads its privacy ledger, before it trains or counts",
     Code.NOT_PRIVATE: "the site holds one batch against each image alone, before anything is spent",
     Code.OTHER_UNIT: "the site holds the job against its policy, before it reads an image, and against its ledger",
+    Code.LEFT_JOB: "every step of secure aggregation after the third one; the site's count is the job's, whatever keys "
+    "it has had",
     Code.LARGE_EPSILON: "the site has worked out the noise from its number of patients, before anything is spent",
     Code.NO_ANSWER: "the server stopped waiting for the site (`grace`, `round` or `join`)",
     Code.NOT_EXECUTED: "FLARE's own mark of a failed task came back instead of an answer",

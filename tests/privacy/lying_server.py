@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
@@ -34,6 +35,8 @@ class Job:
 
     name: str
     sites: dict[str, WatchedSite]
+    copies: dict[str, JobKeys] = field(default_factory=dict)
+    """What a site's own people may have copied of its keys: it signs with them also after the site has left."""
     round_number: int = 1
     attempt: int = 0
     old_boxes: list[tuple[str, str, bytes]] = field(default_factory=list)
@@ -125,6 +128,7 @@ class Run:
                 memory=self.memories[name],
             )
             site.observer = self.observer
+            job.copies[name] = copy(site._keys)
         hellos = {name: site.hello() for name, site in job.sites.items()}
         joined = {}
         for name, site in job.sites.items():
@@ -357,7 +361,7 @@ class Run:
                 self._ask("reveal", job.sites[name].reveal, agreements)
 
     def _signed(self, job: Job, name: str, kind: str, body: Mapping[str, Any], context: bytes) -> bytes:
-        return sign(kind, body, sender=name, context=context, keys=job.sites[name]._keys)
+        return sign(kind, body, sender=name, context=context, keys=job.copies[name])
 
 
 def _coefficient(plan: str, site: str) -> int:

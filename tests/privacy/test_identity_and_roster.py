@@ -358,10 +358,10 @@ def test_all_sites_have_the_same_group_key_and_another_in_every_job() -> None:
         joined = {name: site.join(hellos) for name, site in sites.items()}
         for site in sites.values():
             site.take_group(joined)
-        assert {site.group_key("other purpose") for site in sites.values()}.isdisjoint(
-            {site.group_key("purpose") for site in sites.values()}
+        assert {site.group_key("other purpose", round_number=1) for site in sites.values()}.isdisjoint(
+            {site.group_key("purpose", round_number=1) for site in sites.values()}
         )
-        return {site.group_key("purpose") for site in sites.values()}
+        return {site.group_key("purpose", round_number=1) for site in sites.values()}
 
     one, other = keys("job-1"), keys("job-2")
     assert len(one) == len(other) == 1

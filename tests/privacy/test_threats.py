@@ -157,7 +157,7 @@ def test_survivors_lie_three_times_and_the_site_leaves() -> None:
     with pytest.raises(OutOfTurn):
         site.begin(binding(sites, attempt=2))
     with pytest.raises(OutOfTurn):
-        site.group_key("purpose")
+        site.group_key("purpose", round_number=1)
 
 
 def test_survivors_lie_about_who_uploaded() -> None:
@@ -254,10 +254,10 @@ def test_mask_reuse_by_a_restored_copy_of_the_site() -> None:
     federation = Federation.of(sites)
     first = Round(federation, binding(sites)).begin()
     site = federation.sites[sites[0]]
-    keys, pairs, roster, group = site._keys, site._pairs, site._roster, site._group
+    keys, pairs, roster = site._keys, site._pairs, site._roster
     first.contribute()
     copy = secure_site(sites[0], settings=site.settings, memory=federation.memories[sites[0]])
-    copy._keys, copy._pairs, copy._roster, copy._group, copy._state = keys, pairs, roster, group, "keyed"
+    copy._keys, copy._pairs, copy._roster, copy._state = keys, pairs, roster, "keyed"
     with pytest.raises(AlreadyUsed):
         copy.begin(binding(sites))
 

@@ -10,6 +10,7 @@ import pytest
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.canonical import decode, encode
 from crossward.privacy.secagg.identity import Untrusted
+from crossward.privacy.secagg.keys import PairRoots
 from crossward.privacy.secagg.masks import Mask, apply_masks, remove_pads
 from crossward.privacy.secagg.memory import Forgetful
 from crossward.privacy.secagg.messages import REVEAL, SHARE
@@ -17,6 +18,7 @@ from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.server import Caught
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import Blamed, OutOfTurn
+from crossward.privacy.secagg.strikes import Strikes
 from tests.privacy.federation import Federation, Lost, authority, binding, identity, names, run_round, secure_site
 from tests.privacy.steps import CHANCE, Round, changed, uniform
 
@@ -202,7 +204,7 @@ def test_replayed_or_reordered_messages() -> None:
         }
         before = site.state
         for name in which:
-            site._strikes = 0
+            site._strikes = Strikes()
             with pytest.raises(OutOfTurn):
                 calls[name]()
             assert site.state == before
@@ -321,11 +323,14 @@ def test_a_stolen_kit_cannot_open_another_sites_vector() -> None:
     thief._roster = federation.server.roster
     assert thief._roster is not None
     victim = federation.sites[sites[0]]
-    parts = ["job-1", sites[:2], thief._roster.digest]
-    stolen = thief._keys.agree(victim._keys.agree_key, parts=parts)
-    true = federation.sites[sites[1]]._keys.agree(victim._keys.agree_key, parts=parts)
-    assert true == victim._keys.agree(federation.sites[sites[1]]._keys.agree_key, parts=parts)
-    assert stolen != true
+    parts = ["job-1", thief._roster.digest, *sites[:2]]
+    stolen = PairRoots({sites[0]: thief._keys.agree(victim._keys.agree_key, parts=parts)}, last=1)
+    stolen.move_to(1)
+    pairs = federation.sites[sites[1]]._pairs
+    assert victim._pairs is not None
+    assert pairs is not None
+    assert pairs.key(sites[0], "pair") == victim._pairs.key(sites[1], "pair")
+    assert pairs.key(sites[0], "pair") != stolen.key(sites[0], "pair")
     assert uniform(running.masked[sites[0]]) > CHANCE
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.sums import Kind, MaskedAlgebra, Request
+from crossward.site import release
 from crossward.site.release import Release
 from tests.privacy.lying import play
 from tests.privacy.lying_server import STAGES
@@ -72,11 +73,13 @@ def test_the_observer_sees_tallies_that_are_summed_twice(monkeypatch: pytest.Mon
 def test_the_observer_sees_models_that_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Release._hold
 
-    def hold(self: Release, what: str, value: str, *, most: int = 1) -> None:
+    def hold(self: Release, what: str, value: str, **options: Any) -> None:
         if not what.startswith("the model"):
-            real(self, what, value, most=most)
+            real(self, what, value, **options)
 
     monkeypatch.setattr(Release, "_hold", hold)
+    # Made-up updates of nearly the same models are the same to the bit, which is a matter of this record.
+    monkeypatch.setattr(release, "hold_to_one_sum", lambda *given, **options: None)
     assert caught("train/loss", seed=50)
 
 

@@ -208,16 +208,17 @@ def test_a_ledger_that_does_not_hold_stops_training(made: Any, tmp_path: Path, s
 
 
 def test_with_a_new_kit_a_site_goes_on_with_its_ledger_and_anybody_can_check_it(made: Any, tmp_path: Path) -> None:
-    assert trained(made(), PRIVATE)["code"] == OK
+    study = replace(PRIVATE, task=replace(PRIVATE.task, rounds=3))
+    assert trained(made(study), study)["code"] == OK
     renewed = Credentials(Authority().identity(ME), authority().roots)
-    assert trained(made(certified=lambda: renewed), PRIVATE, 2)["code"] == OK
+    assert trained(made(study, certified=lambda: renewed), study, 2)["code"] == OK
     folder = tmp_path / "state" / "ledger"
     verify = verifier(key_of(folder))
     kept = Ledger(folder, sign=lambda message: b"", verify=verify, signer="", name=ME).entries()
     assert [(entry.round, entry.what) for entry in kept] == [(1, "steps"), (1, "val counts"), (2, "steps")]
     key_of(folder).unlink()
     # Without what vouched for the first line nobody can say what was spent.
-    assert refused(trained(made(certified=lambda: renewed), PRIVATE, 3)) == (Code.LEDGER, {})
+    assert refused(trained(made(study, certified=lambda: renewed), study, 3)) == (Code.LEDGER, {})
 
 
 @pytest.mark.parametrize("when", ["before the steps", "before the report"])

@@ -208,9 +208,33 @@ def test_the_third_message_out_of_turn_ends_the_job_for_this_site(trained: Feder
     message = {**trained.address(1), **parts[task]}
     trained.begun(trained.request())
     codes = [trained.refusal(VICTIM, task, message) for _ in range(4)]
-    assert codes == [Code.NOT_MASKED] * 3 + [Code.NO_KEYS]
+    assert codes == [Code.NOT_MASKED] * 3 + [Code.LEFT_JOB]
     again = trained.asking(trained.request(attempt=2))
-    assert trained.refusal(VICTIM, BEGIN, again) is Code.NO_KEYS
+    assert trained.refusal(VICTIM, BEGIN, again) is Code.LEFT_JOB
+    assert trained.refusal(VICTIM, JOIN, {**trained.address(1), "agreement": 2}) is Code.LEFT_JOB
+
+
+def test_new_keys_do_not_begin_to_count_anew(made: Any) -> None:
+    """A server that breaks the protocol could otherwise go on for ever, with two messages for each set of keys."""
+    federation = made()
+    for _ in range(3):
+        assert VICTIM in federation.agree()
+        federation.train()
+        federation.begun(federation.request(attempt=federation.summing._agreements))
+        message = {**federation.address(1), "uploads": {}}
+        assert federation.refusal(VICTIM, SURVIVORS, message) is Code.NOT_MASKED
+    assert federation.refusal(VICTIM, JOIN, {**federation.address(1), "agreement": 9}) is Code.LEFT_JOB
+    # Another job, or a process that begins anew, is not told on.
+    federation.open_job("job-2")
+    assert federation.agree() == federation.names
+
+
+def test_a_server_that_is_started_anew_asks_for_keys_as_often_as_it_likes(made: Any) -> None:
+    federation = made()
+    for _ in range(5):
+        federation.agree()
+    federation.round()
+    assert federation.refused == []
 
 
 def test_keys_out_of_turn_are_refused(made: Any) -> None:

@@ -14,6 +14,7 @@ from tests.standins import mean_algebra
 
 from crossward.federation.contract import State
 from crossward.privacy.secagg.canonical import decode
+from crossward.privacy.secagg.keys import GROUP
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import Kind
 from crossward.site.messages import BEGIN, CONTRIBUTE, JOIN, REVEAL, ROSTER, SURVIVORS, TRAIN
@@ -334,11 +335,12 @@ def test_an_answer_that_was_changed_on_its_way_is_no_answer(made: Any, change: s
 def test_all_sites_agree_and_share_a_group_key_that_no_message_holds(made: Any) -> None:
     federation = made(4)
     assert federation.summing.sites == federation.names
-    keys = {release._secure.group_key("x") for release in federation.releases.values()}
+    secure = federation.releases[federation.names[0]]._secure
+    drawn = secure._pairs._roots[GROUP]
+    keys = {release._secure.group_key("x", round_number=1) for release in federation.releases.values()}
     assert len(keys) == 1
     raw = b"".join(value for each in federation.said for value in each.answer.values() if isinstance(value, bytes))
-    secure = federation.releases[federation.names[0]]._secure
-    assert secure._group not in raw
+    assert drawn not in raw
     assert keys.pop() not in raw
 
 
@@ -371,9 +373,9 @@ def test_a_site_that_lost_its_keys_gets_new_ones_with_all_the_others(made: Any) 
     lost = federation.names[1]
     federation.restart(lost)
     assert federation.refusal(lost, TRAIN, federation.run.with_model(lost, 2)) is Code.NO_KEYS
-    old = federation.releases[federation.names[0]]._secure.group_key("x")
+    old = federation.releases[federation.names[0]]._secure.group_key("x", round_number=2)
     federation.agree()
-    assert federation.releases[federation.names[0]]._secure.group_key("x") != old
+    assert federation.releases[federation.names[0]]._secure.group_key("x", round_number=2) != old
     federation.round()
     assert federation.coordinator.history[-1]["secagg"]["sites"] == list(federation.names)
 

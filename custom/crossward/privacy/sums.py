@@ -232,6 +232,16 @@ class MaskedAlgebra:
         everything = {**report.tally, **report.validation}
         return contribution, {key: everything[key] for key in self._tallies[request.kind] if key in everything}
 
+    def ways(self, request: Request, report: Report) -> dict[str, str]:
+        """How each of a site's tensors goes into a sum: sums over the same sites that agree in this are one."""
+        found: dict[str, list[Any]] = {name: [repr(request.limits.get(name))] for name in report.update}
+        if request.plan is not None:
+            slots = self._contribution(report, request, request.cohort.index(report.site))
+            for slot, shares in sorted(slots.items()):
+                for name, share in shares.items():
+                    found[name] += [slot, np.asarray(share.coefficient, dtype=np.float64).tobytes()]
+        return {name: digest("way", way).hex() for name, way in found.items()}
+
     def rows(self, request: Request, report: Report) -> bytes:
         """Which rows of the tensors that are summed row by row this site adds to, as bits for the other sites."""
         if request.kind is not Kind.UPDATES:

@@ -32,6 +32,7 @@ from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
 from crossward.privacy.secagg.identity import Untrusted
 from crossward.privacy.secagg.memory import AlreadyUsed
+from crossward.privacy.secagg.strikes import Strikes
 from crossward.site import messages
 from crossward.site.devices import Device
 from crossward.site.evidence import Evidence, Witness
@@ -73,6 +74,7 @@ class Member:
         self._job = job
         self._credentials = credentials
         self._release: Release | None = None
+        self._strikes = Strikes()
         self._options = study
         self._policy = policy
         self._patience = patience
@@ -87,7 +89,8 @@ class Member:
         try:
             if task not in TASKS:
                 raise Refusal(Code.BAD_TASK)
-            self._admitted(message)
+            participant = self._admitted(message)
+            messages.check_round(task, message, rounds=participant.rounds)
             released = self._release.tasks if self._release else {}
             tasks = {**self._tasks, **released}
             if task not in tasks:
@@ -178,6 +181,7 @@ class Member:
                 job=self._job,
                 credentials=credentials,
                 memory=self._policy.state_root / "masks",
+                strikes=self._strikes,
                 threads=os.cpu_count() or 1,
             )
             self._release.tasks = Witness(self.name, Evidence(folder)).over(self._release.tasks)

@@ -14,6 +14,7 @@ import torch
 
 import crossward
 from crossward.federation.contract import Payload, Plan, Report, Sealed
+from crossward.federation.errors import PrivacyRefusal
 from crossward.site.troubles import Code, Refusal
 
 Message = dict[str, Any]
@@ -54,6 +55,17 @@ def check_address(message: Mapping[str, Any], study: str) -> None:
     expected = (PROTOCOL, crossward.__version__, study)
     if (message.get("protocol"), message.get("version"), message.get("study")) != expected:
         raise Refusal(Code.VERSION)
+
+
+def check_round(task: str, message: Mapping[str, Any], *, rounds: int) -> None:
+    """Refuse a model of a round that the study does not plan: each would be one more look at the site's images."""
+    if "model_round" not in message:
+        return
+    number, last = message["model_round"], rounds - 1 if task == TRAIN else rounds
+    if type(number) is not int or not 0 <= number <= last:
+        raise Refusal(Code.BAD_TASK) from PrivacyRefusal(
+            f"'{task}' with a model after round {number} of a study of {rounds} rounds"
+        )
 
 
 def pack_payload(payload: Payload) -> Message:

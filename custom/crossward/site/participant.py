@@ -123,6 +123,11 @@ class Participant:
     def name(self) -> str:
         return self.data.name
 
+    @property
+    def rounds(self) -> int:
+        """How many rounds the study plans."""
+        return self._task.rounds
+
     def receive(self, payload: Payload) -> Tally:
         """Take in the result of a round, keep it as a model that may be deployed, and count it on validation images."""
         self._install(payload)

@@ -29,6 +29,7 @@ from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import SecureSite
 from crossward.privacy.secagg.sketch import rotation, sketch
+from crossward.privacy.secagg.strikes import Strikes
 from crossward.privacy.secagg.vector import checked
 from crossward.privacy.sums import TEST, Kind, MaskedAlgebra, Request, received_digest
 from crossward.site import messages
@@ -45,6 +46,7 @@ from crossward.site.messages import (
     TRAIN,
     Message,
 )
+from crossward.site.one_sum import EVERY_STUDY, hold_to_one_sum, tensor_digests
 from crossward.site.participant import Participant
 from crossward.site.troubles import Code, Refusal
 
@@ -73,6 +75,7 @@ class Release:
         job: the job's own name, without the number of the agreement on keys.
         credentials: who the site is.
         memory: folder of what the site's masks were used for; the site's, not the run's.
+        strikes: of the job, which may be about more than one run.
         threads: for masking.
     """
 
@@ -85,6 +88,7 @@ class Release:
         job: str,
         credentials: Credentials,
         memory: Path,
+        strikes: Strikes | None = None,
         threads: int = 1,
     ) -> None:
         self._participant = participant
@@ -93,12 +97,14 @@ class Release:
         self._job = job
         self._credentials = credentials
         self._memory = DurableMemory(memory)
+        self._strikes = strikes or Strikes()
         self._threads = threads
         self._masked = MaskedAlgebra(participant.algebra, bits=masking.bits)
         self._secure: SecureSite | None = None
         self._model, self._round = "", 0
         self._reports: dict[Kind, Report] = {}
         self._digests: dict[Kind, str] = {}
+        self._tensors: dict[str, str] = {}
         self._request: Request | None = None
         self.tasks: Mapping[str, Callable[[Mapping[str, Any]], Message]] = {
             JOIN: self._join,
@@ -113,7 +119,8 @@ class Release:
         }
 
     def _join(self, message: Mapping[str, Any]) -> Message:
-        """New keys, also in the middle of a job, when a site has lost its own."""
+        """New keys, also in the middle of a job, when a site has lost its own; none where this site has left it."""
+        self._stay()
         agreement = message.get("agreement")
         if type(agreement) is not int:
             raise Refusal(Code.BAD_TASK)
@@ -127,6 +134,7 @@ class Release:
             roots=self._credentials.roots,
             memory=self._memory,
             outsiders=self._credentials.outsiders,
+            strikes=self._strikes,
             threads=self._threads,
         )
         return {"hello": self._secure.hello()}
@@ -148,6 +156,7 @@ class Release:
         self._reports = dict.fromkeys((Kind.TOTALS, Kind.RANGES, Kind.UPDATES), report)
         # Of the report as it was trained: it is turned by another key in another job, and is the same report.
         self._digests = dict.fromkeys(self._reports, _digest_of(trained))
+        self._tensors = tensor_digests(trained.update)
         return {"round": report.round_number, "cosines": self._cosines(report, secure)}
 
     def _evaluate(self, message: Mapping[str, Any]) -> Message:
@@ -182,7 +191,7 @@ class Release:
             raise Refusal(Code.NOT_MASKED)
         layout = self._masked.layout(request)
         contribution, tally = self._masked.parts(request, self._reports[request.kind])
-        checks = secure.group_key("checks", parts=[request.round_number]) if layout.slots else None
+        checks = secure.group_key("checks", round_number=request.round_number) if layout.slots else None
         words = layout.encode(
             contribution, tally, request.limits, rounding_key=self._chances(request), checks_key=checks
         )
@@ -209,6 +218,19 @@ class Release:
         self._demand_whole(request, notes)
         if request.kind is Kind.UPDATES:
             self._masked.check_rows(self._name, notes, fewest=self._masking.fewest)
+        self._hold_to_one_sum(request, notes)
+
+    def _hold_to_one_sum(self, request: Request, sites: Collection[str]) -> None:
+        """Before something is masked, and before it is opened with fewer sites than it was masked for."""
+        ways = self._masked.ways(request, self._reports[request.kind])
+        hold_to_one_sum(
+            self._memory,
+            owner=hashlib.sha256(f"{self._study} {self._model}".encode()).hexdigest(),
+            kind=request.kind.value,
+            round_number=request.round_number,
+            sites=tuple(sorted(sites)),
+            ways={self._tensors[name]: way for name, way in ways.items() if name in self._tensors},
+        )
 
     @staticmethod
     def _demand_whole(request: Request, sites: Collection[str]) -> None:
@@ -220,6 +242,7 @@ class Release:
         if self._request is None:
             raise Refusal(Code.NOT_MASKED)
         self._demand_whole(self._request, uploads)
+        self._hold_to_one_sum(self._request, [site for site in self._request.cohort if site in uploads])
         return self._opening(self._keyed().survivors(uploads))
 
     def _reveal(self, message: Mapping[str, Any]) -> Message:
@@ -237,7 +260,7 @@ class Release:
     def _keep_keys(self, request: Request, secure: SecureSite) -> None:
         """What opens the result for this site is on disk before the result can exist."""
         keys: dict[str, Any] = {
-            name: secure.group_key("rotation", parts=[request.round_number, name]).hex()
+            name: secure.group_key("rotation", round_number=request.round_number, parts=[name]).hex()
             for name in self._masked.rotated
         }
         kept: dict[str, Any] = {"rotations": keys}
@@ -245,7 +268,7 @@ class Release:
             # Of what the server sends with the result only the numbers under pads are believed.
             kept |= {
                 "pads": [key.hex() for key in secure.take_pads()],
-                "checks": secure.group_key("checks", parts=[request.round_number]).hex(),
+                "checks": secure.group_key("checks", round_number=request.round_number).hex(),
                 "limits": {name: request.limits[name] for name in self._masked.personal},
                 "divisors": self._masked.divisors(request.plan, self._name),
                 "parties": len(request.cohort),
@@ -262,13 +285,22 @@ class Release:
         return request
 
     @property
+    def _sketched(self) -> list[str]:
+        return [name for names in self._masked.sketched.values() for name in names]
+
+    @property
     def _name(self) -> str:
         return self._participant.name
 
     def _keyed(self) -> SecureSite:
-        if self._secure is None or self._secure.state == "left":
+        self._stay()
+        if self._secure is None:
             raise Refusal(Code.NO_KEYS)
         return self._secure
+
+    def _stay(self) -> None:
+        if self._strikes.out:
+            raise Refusal(Code.LEFT_JOB)
 
     def _received(self, payload: Payload) -> Payload:
         model = received_digest(payload.tensors, payload.plan)
@@ -278,9 +310,9 @@ class Release:
         self._request = None
         return self._opened(payload)
 
-    def _hold(self, what: str, value: str, *, most: int = 1) -> None:
-        value = hashlib.sha256(value.encode()).hexdigest()
-        hold_to(self._memory, self._study, what, value, job=self._job, most=most)
+    def _hold(self, what: str, value: str, *, most: int = 1, study: str | None = None) -> None:
+        value, study = hashlib.sha256(value.encode()).hexdigest(), self._study if study is None else study
+        hold_to(self._memory, study, what, value, job=self._job, most=most)
 
     def _opened(self, payload: Payload) -> Payload:
         """The model as this site reads it: its own personal tensors without pads, turned vectors turned back."""
@@ -319,7 +351,7 @@ class Release:
         """Turn the vectors whose cosines the server needs by a key that it does not know."""
         update = dict(report.update)
         for name in self._masked.rotated:
-            key = secure.group_key("rotation", parts=[report.round_number, name])
+            key = secure.group_key("rotation", round_number=report.round_number, parts=[name])
             update[name] = _turned(update[name], rotation(update[name].shape[1], key))
         return replace(report, update=update)
 
@@ -327,13 +359,17 @@ class Release:
         """What the server compares sites by: sketches under a key of the sites, and turned vectors of length 1."""
         if self._masked.sketched:
             # Whoever colludes knows the keys, and every key gives equations for each other site's update.
-            self._hold(f"sketches from {self._model}", secure.group_key("sketches").hex(), most=MOST_SKETCHES)
+            key = secure.group_key("sketches", round_number=report.round_number)
+            self._hold(f"sketches from {self._model}", key.hex(), most=MOST_SKETCHES)
+            # Nearly the same study trains the same, and would have as many again.
+            trained = sorted(self._tensors[name] for name in self._sketched if name in self._tensors)
+            self._hold(f"sketches of {' '.join(trained)}", key.hex(), most=MOST_SKETCHES, study=EVERY_STUDY)
         found: dict[str, Vector] = {}
         for block, name in self._masked.rotated_blocks.items():
             vector = report.update[name].double().reshape(-1)
             found[block] = (vector / vector.norm().clamp_min(1e-30)).numpy()
         for block, names in self._masked.sketched.items():
-            key = secure.group_key("sketch", parts=[report.round_number, block])
+            key = secure.group_key("sketch", round_number=report.round_number, parts=[block])
             found[block] = sketch((report.update[name].numpy().reshape(-1) for name in names), key)
         return found
 

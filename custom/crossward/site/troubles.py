@@ -65,6 +65,7 @@ class Code(IntEnum):
     NOT_PRIVATE = 61
     OTHER_UNIT = 62
     LARGE_EPSILON = 63
+    LEFT_JOB = 68
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ _WORDS: dict[Code, _Words] = {
         f"{_SITE_LOG}. Nothing of the site's can be read without that step",
     ),
     Code.MASKED_BEFORE: _Words(
-        "the site has masked something else for this model before, in this run or another one of the same study: "
-        "for other sites, by another plan, or another update",
+        "the site has masked something else for this model before, or the same update for another sum: in this run, "
+        "in another one, or in another study that trains the same; for other sites, by another plan, or other ranges",
         "Resume with the same sites as then, or export the job with another --seed; two sums of one update that differ "
         "by a site would show that site's",
     ),
@@ -221,6 +222,11 @@ _WORDS: dict[Code, _Words] = {
         "{allowed:g} times the clip",
         "Export the job with a smaller --dp; the rule is min_noise in the site's local/privacy.json",
         ("allowed",),
+    ),
+    Code.LEFT_JOB: _Words(
+        "the site has left the job: three times the server asked for a step of secure aggregation that was out of turn "
+        "or did not hold",
+        f"{_SITE_LOG}, each of the three by itself. Find out why the server asked; a new job starts afresh",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",

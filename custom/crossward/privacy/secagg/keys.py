@@ -13,10 +13,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.secagg.canonical import Malformed, decode, digest, encode, field
 from crossward.privacy.secagg.identity import Untrusted
 
 KEY_BYTES = 32
+GROUP = ""
+"""Stands for all sites of a roster where a site's name stands for a pair; no site is called so."""
 _NONCE = bytes(12)
 
 
@@ -49,30 +52,51 @@ def unlock(key: bytes, box: bytes, *, about: bytes) -> bytes:
 
 
 class JobKeys:
-    """A site's own keys for one job; in memory only."""
+    """A site's own keys for one job; in memory only, and each no longer than it is needed."""
 
     def __init__(self) -> None:
-        self._signing = Ed25519PrivateKey.generate()
-        self._agreeing = X25519PrivateKey.generate()
-        self.verify_key = self._signing.public_key().public_bytes_raw()
-        self.agree_key = self._agreeing.public_key().public_bytes_raw()
+        signing, agreeing = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
+        self.verify_key = signing.public_key().public_bytes_raw()
+        self.agree_key = agreeing.public_key().public_bytes_raw()
+        self._signing: Ed25519PrivateKey | None = signing
+        self._agreeing: X25519PrivateKey | None = agreeing
 
     def sign(self, message: bytes) -> bytes:
+        if self._signing is None:
+            raise PrivacyRefusal("the site's keys of this job are gone")
         return self._signing.sign(message)
 
     def agree(self, other: bytes, *, parts: Sequence[Any]) -> bytes:
         """The secret that this site shares with another, bound to what both know."""
+        if self._agreeing is None:
+            raise PrivacyRefusal("the site has agreed on its secrets with the others already; the key for it is gone")
         try:
             shared = self._agreeing.exchange(X25519PublicKey.from_public_bytes(other))
         except ValueError as error:
             raise Untrusted("another site's key is none") from error
         return derive(shared, "root", parts=parts)
 
+    def roots(self, own: str, others: Mapping[str, bytes], *, parts: Sequence[Any]) -> dict[str, bytes]:
+        """The first secret with every other site; the key they are agreed on with goes, as it would give them again."""
+        found = {other: self.agree(key, parts=[*parts, *sorted([own, other])]) for other, key in others.items()}
+        self._agreeing = None
+        return found
+
+    def forget(self) -> None:
+        self._signing = self._agreeing = None
+
 
 class PairRoots:
-    """This site's secret with every other one, moved on from round to round so that earlier ones cannot be had again.
+    """This site's secret with every other one, and the one of all sites, moved on from round to round.
 
-    The generation is the round's number, which both ends know: there is no message that one of them could miss.
+    Whoever reads the site's memory after it has moved on cannot make the keys of earlier rounds: neither the seeds of
+    masks, pads and sealed shares, nor what vectors were turned by and sketched under, which come from the secret of
+    all sites. That takes that nothing else gives the first roots again: ``JobKeys`` drops its agreement key once they
+    are made. Not covered are the round that the site is in; what it keeps on disk so that a result can arrive later
+    (``Vault.keep_keys``, until that round's model was received); and copies of memory that Python made and did not
+    wipe. Who had the site's memory at an earlier round can go on from there.
+
+    The generation is the round's number, which all ends know: there is no message that one of them could miss.
     """
 
     def __init__(self, roots: Mapping[str, bytes], *, last: int) -> None:
@@ -92,8 +116,19 @@ class PairRoots:
             self._round += 1
             self._roots = {name: derive(root, "ratchet", parts=[self._round]) for name, root in self._roots.items()}
 
-    def key(self, other: str, purpose: str, *, context: bytes, parts: Sequence[Any] = ()) -> bytes:
-        """The key of a pair for one purpose in one context."""
+    def add_group(self, secret: bytes) -> None:
+        """Take the secret of all sites, before the first round."""
+        if self._round:
+            raise Malformed("the key that only sites know comes before the first round")
+        self._roots[GROUP] = secret
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the secret of all sites is known."""
+        return GROUP in self._roots
+
+    def key(self, other: str, purpose: str, *, context: bytes = b"", parts: Sequence[Any] = ()) -> bytes:
+        """The key of a pair, or of all sites, for one purpose in one context."""
         return derive(self._roots[other], purpose, context=context, parts=parts)
 
     def forget(self) -> None:

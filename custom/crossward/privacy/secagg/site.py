@@ -1,8 +1,8 @@
 """A site's side of SA-1 as a state machine: every message is checked against what the site knows before it is answered.
 
 ``hello`` -> ``join`` -> ``take_group`` -> (``begin`` -> ``contribute`` -> ``survivors`` [-> ``reveal``])*. A message
-that does not hold ends the attempt; one that nobody waits for is not answered, and the third of them ends the job for
-this site.
+that does not hold ends the attempt; one that nobody waits for is not answered. The third that is the server's fault
+ends the job for this site, see ``Strikes``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from crossward.privacy.secagg.attempt import Blamed, OutOfTurn, SiteAttempt
 from crossward.privacy.secagg.binding import Binding
 from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
-from crossward.privacy.secagg.keys import JobKeys, PairRoots, derive, fresh, lock, sign, signed_by, unlock
+from crossward.privacy.secagg.keys import GROUP, JobKeys, PairRoots, fresh, lock, sign, signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
 from crossward.privacy.secagg.memory import (
     Memory,
@@ -29,12 +29,13 @@ from crossward.privacy.secagg.memory import (
     check_sum,
 )
 from crossward.privacy.secagg.messages import AGREED, BLAME, JOINED, REVEAL, SHARE, UPLOAD, names_of
+from crossward.privacy.secagg.pads import Pads
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.roster import Roster, check_roster, hello
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.shamir import split
+from crossward.privacy.secagg.strikes import Strikes
 
-STRIKES = 3
 _BEFORE_KEYS = ("new", "greeted", "joined", "left")
 
 
@@ -49,6 +50,7 @@ class SecureSite:
         roots: the site's own copy of the federation's root certificate.
         memory: what was used before; kept on disk by the caller.
         outsiders: names that have certificates of the federation and are no sites, such as the server's.
+        strikes: of the job, where it has had other keys before.
         threads: for masking.
     """
 
@@ -62,6 +64,7 @@ class SecureSite:
         roots: bytes,
         memory: Memory,
         outsiders: Collection[str] = (),
+        strikes: Strikes | None = None,
         threads: int = 1,
     ) -> None:
         self.name = name
@@ -74,10 +77,9 @@ class SecureSite:
         self._threads = threads
         self._keys = JobKeys()
         self._state = "new"
-        self._strikes = 0
+        self._strikes = strikes or Strikes()
         self._roster: Roster | None = None
         self._pairs: PairRoots | None = None
-        self._group = b""
         self._attempt: SiteAttempt | None = None
         self._begun: set[bytes] = set()
 
@@ -101,19 +103,15 @@ class SecureSite:
         if own is None or (own.agree_key, own.verify_key) != (self._keys.agree_key, self._keys.verify_key):
             raise Untrusted("the roster has other keys for this site than its own")
         self._roster = roster
-        roots = {
-            other.name: self._keys.agree(
-                other.agree_key, parts=[self._job, sorted([self.name, other.name]), roster.digest]
-            )
-            for other in roster.members.values()
-            if other.name != self.name
-        }
+        others = {name: member.agree_key for name, member in roster.members.items() if name != self.name}
+        roots = self._keys.roots(self.name, others, parts=[self._job, roster.digest])
         self._pairs = PairRoots(roots, last=self.settings.rounds)
         self._state = "joined"
         boxes = {}
         if self.name == min(roster.members):
-            self._group = fresh()
-            boxes = {other: lock(self._group_key(other), self._group, about=roster.digest) for other in roots}
+            secret = fresh()
+            boxes = {other: lock(self._group_key(other), secret, about=roster.digest) for other in roots}
+            self._pairs.add_group(secret)
         return sign(JOINED, {"boxes": boxes}, sender=self.name, context=roster.digest, keys=self._keys)
 
     def take_group(self, joined: Mapping[str, bytes]) -> None:
@@ -126,14 +124,16 @@ class SecureSite:
         first = min(roster.members)
         if self.name != first:
             box = canonical.field(canonical.field(bodies[first], "boxes", dict), self.name, bytes)
-            self._group = unlock(self._group_key(first), box, about=roster.digest)
+            self._known_pairs().add_group(unlock(self._group_key(first), box, about=roster.digest))
         self._state = "keyed"
 
-    def group_key(self, purpose: str, *, parts: Sequence[Any] = ()) -> bytes:
-        """A key that all sites know and the server does not, for one purpose."""
-        if not self._group:
+    def group_key(self, purpose: str, *, round_number: int, parts: Sequence[Any] = ()) -> bytes:
+        """A key that all sites know and the server does not, for one purpose in one round; keys of earlier ones go."""
+        pairs = self._pairs
+        if pairs is None or not pairs.grouped:
             raise OutOfTurn("the sites have not agreed on keys yet")
-        return derive(self._group, purpose, parts=parts)
+        pairs.move_to(round_number)
+        return pairs.key(GROUP, purpose, parts=parts)
 
     def begin(self, binding: Binding, *, note: bytes = b"") -> bytes:
         """Begin an attempt: draw its secrets and share them among the cohort.
@@ -143,20 +143,17 @@ class SecureSite:
             note: for the other sites to read, and not for the server; of the same length at every site.
         """
         if self._state in _BEFORE_KEYS:
+            self._strike()
             raise OutOfTurn("a sum before the sites have agreed on keys")
         self.forget_attempt()
         roster, pairs = self._known_roster(), self._known_pairs()
-        if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
-            raise Untrusted("a cohort with strangers, or without this site")
-        self.settings.check_cohort(len(binding.cohort))
-        check_new(self._memory.uses(binding.study, binding.model), binding, job=self._job)
-        pairs.move_to(binding.round_number)
-        context = binding.context(
-            job=self._job,
-            roster=roster.digest,
-            settings=self.settings.digest(),
-            group=digest("group", self._group),
-        )
+        with self._counting():
+            if self.name not in binding.cohort or not set(binding.cohort) <= roster.members.keys():
+                raise Untrusted("a cohort with strangers, or without this site")
+            self.settings.check_cohort(len(binding.cohort))
+            check_new(self._memory.uses(binding.study, binding.model), binding, job=self._job)
+            group = self.group_key("context", round_number=binding.round_number)
+        context = binding.context(job=self._job, roster=roster.digest, settings=self.settings.digest(), group=group)
         # Boxes have a key of the context and no nonce: a context seals once.
         if context in self._begun:
             raise Replayed(f"attempt {binding.attempt} of round {binding.round_number} was begun before")
@@ -238,8 +235,12 @@ class SecureSite:
         masks = [Mask(attempt.self_seed, 1)]
         masks += [Mask(attempt.pair_seeds[peer], 1 if self.name < peer else -1) for peer in attempt.notes]
         apply_masks(words, masks, cipher=self.settings.cipher, threads=self._threads)
+        pads = Pads(self.name, self._known_pairs(), attempt.context)
         for owner, where in slots.items():
-            self._pad(attempt, owner, words[where])
+            if owner == self.name:
+                attempt.pads = pads.of_others(sharers)
+            else:
+                apply_masks(words[where], [pads.put_on(owner)], cipher=self.settings.cipher, threads=self._threads)
         Ring(self.settings.bits, len(sharers)).narrow(words)
         attempt.self_seed, attempt.pair_seeds = b"", {}
         self._state = "uploaded"
@@ -307,7 +308,7 @@ class SecureSite:
         """Forget all keys of the job."""
         self.forget_attempt()
         self._state = "left"
-        self._group = b""
+        self._keys.forget()
         if self._pairs is not None:
             self._pairs.forget()
 
@@ -333,19 +334,6 @@ class SecureSite:
                 peer, f"or the server changed what it shares, or has another round in mind ({error})"
             ) from error
 
-    def _pad(self, attempt: SiteAttempt, owner: str, words: Words) -> None:
-        """Add this site's pad to another's slot; to its own it adds none, and remembers what the others will add."""
-        pairs = self._known_pairs()
-        if owner == self.name:
-            attempt.pads = {
-                peer: pairs.key(peer, "pad", context=attempt.context, parts=[peer, self.name])
-                for peer in attempt.sharers
-                if peer != self.name
-            }
-        else:
-            key = pairs.key(owner, "pad", context=attempt.context, parts=[self.name, owner])
-            apply_masks(words, [Mask(key, 1)], cipher=self.settings.cipher, threads=self._threads)
-
     def _note(self, attempt: SiteAttempt, cohort: tuple[str, ...], step: Any) -> None:
         binding = attempt.binding
         about = about_of(binding)
@@ -368,17 +356,30 @@ class SecureSite:
 
     def _expect(self, state: str) -> None:
         if self._state != state:
-            self._strikes += 1
-            if self._strikes >= STRIKES:
-                self.leave()
+            self._strike()
             raise OutOfTurn(f"a message for a site that is '{state}', and this one is '{self._state}'")
+
+    def _strike(self) -> None:
+        self._strikes.add()
+        if self._strikes.out:
+            self.leave()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what does not hold in a sum; what another site did is not the server's fault, and is ``Blamed``."""
+        try:
+            yield
+        except (Untrusted, Malformed):
+            self._strike()
+            raise
 
     @contextmanager
     def _attempting(self, state: str) -> Iterator[SiteAttempt]:
         """Take a message in its turn; one that does not hold ends the attempt, and its secrets are gone."""
         attempt = self._at(state)
         try:
-            yield attempt
+            with self._counting():
+                yield attempt
         except BaseException:
             self.forget_attempt()
             raise
