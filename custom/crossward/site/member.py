@@ -138,7 +138,7 @@ class Member:
             {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
         )
         answer: Message = {"round": best}
-        published = self._policy.publishes(facts["n_test"]) and facts["accuracy"] is not None
+        published = self._policy.publishes(participant.tested_on) and facts["accuracy"] is not None
         if self._release is not None:
             self._release.tested(*(participant.tested(facts) if published else (0.0, 0.0)))
         elif published:

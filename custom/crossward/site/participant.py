@@ -200,6 +200,12 @@ class Participant:
             "as_received": as_received,
         }
 
+    @property
+    def tested_on(self) -> int:
+        """How many test images the site tells others of; under differential privacy how many patients, or none."""
+        test = self.data.test
+        return self.protection.units_in(test) if self.protection is not None else len(test)
+
     def tested(self, facts: Mapping[str, Any]) -> tuple[float, float]:
         """How many test images there are and how many the deployed model gets right, as may be told to others.
 

@@ -147,6 +147,10 @@ class Protection(ABC):
         """
 
     @abstractmethod
+    def units_in(self, split: Split) -> int:
+        """How many units a part has, as may be told to others."""
+
+    @abstractmethod
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """How many units a part has, and of how many the model is right.
 

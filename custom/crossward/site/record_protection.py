@@ -138,20 +138,27 @@ class RecordProtection(Protection):
         del payload, personal
         return dict(update)
 
+    def units_in(self, split: Split) -> int:
+        return len(set(_owners(split, self._privacy)))
+
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """With noise; of a patient with several images each is a part."""
-        weights = _weights(split, self._privacy)
-        units, noise = float(weights.sum()), self.prices.validation if part == "val" else self.prices.test
+        units, noise = float(self.units_in(split)), self.prices.validation if part == "val" else self.prices.test
         if not units:
             return 0.0, 0.0
         self._reserve(round_number, {f"{part} counts": Spending(noise, 1.0, 1, part=part)})
-        noisy = (weights * right.double()).sum().reshape(1)
+        noisy = (_weights(split, self._privacy) * right.double()).sum().reshape(1)
         self._source.add_to([noisy], scale=noise)
-        return float(round(units)), float(noisy.clamp(0.0, units))
+        return units, float(noisy.clamp(0.0, units))
+
+
+def _owners(split: Split, privacy: Privacy) -> tuple[str, ...]:
+    """The unit that each image belongs to."""
+    return split.patients if privacy.unit == "patient" else split.ids
 
 
 def _weights(split: Split, privacy: Privacy) -> Tensor:
     """What every image counts: with patients as units, one over the number of its patient's images."""
-    images = Counter(split.patients if privacy.unit == "patient" else split.ids)
-    owners = split.patients if privacy.unit == "patient" else split.ids
+    owners = _owners(split, privacy)
+    images = Counter(owners)
     return torch.tensor([1 / images[owner] for owner in owners], dtype=torch.float64)

@@ -72,6 +72,11 @@ class UpdateProtection(Protection):
         self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(self._shares))
         return {name: value + payload.tensors[name] if name in personal else value for name, value in clipped.items()}
 
+    def units_in(self, split: Split) -> int:
+        """None: how many images a site has is a part of what is hidden."""
+        del split
+        return 0
+
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """Nothing: of one site's images no count can be told."""
         del part, split, right, round_number
