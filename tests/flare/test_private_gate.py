@@ -12,6 +12,7 @@ import pytest
 from nvflare.apis.signal import Signal
 
 from crossward.federation.contract import VALIDATION_COUNT, Payload
+from crossward.federation.errors import PrivacyRefusal
 from crossward.flare import names
 from crossward.flare.executor import SiteExecutor
 from crossward.flare.gate import SiteGate
@@ -23,7 +24,8 @@ from crossward.site.journal import read_journal
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN, Message
 from crossward.site.protection import certified_ledger
 from crossward.site.study import Study
-from tests.flare.fakes import as_shareable, deploy, over_the_wire, site_context, without_headers, workspace_in
+from crossward.site.troubles import Code
+from tests.flare.fakes import answer_to, as_shareable, deploy, over_the_wire, site_context, without_headers, workspace_in
 from tests.site.made_up_sites import SITES, made_up_study
 from tests.site.masked import RUN, authority, identity
 from tests.site.packs import write_packs
@@ -31,6 +33,14 @@ from tests.site.packs import write_packs
 ME = SITES[0]
 TESTED = 8
 """Patients among the test images of the packs, of five images each."""
+LESS_PROTECTED: tuple[tuple[Privacy | None, dict[str, Any]], ...] = (
+    (None, {"max_epsilon": 4.0}),
+    (None, {"min_noise": 1.0}),
+    (Privacy(epsilon=8.0), {"max_epsilon": 4.0}),
+    (Privacy(epsilon=4.0, delta=1e-3), {"max_delta": 1e-5}),
+    (Privacy(noise=0.5), {"min_noise": 1.0}),
+    (Privacy(epsilon=4.0, unit="image"), {}),
+)
 DEFAULTS = members.Member.__init__.__kwdefaults__
 
 
@@ -139,3 +149,17 @@ def test_a_job_that_hides_the_site_passes_whole_and_publishes_no_scores(made: An
     answers = whole_run(process)
     assert answers[FINISH] == {"code": OK, "round": 1}
     assert process.spent() == ["update"]
+
+
+@pytest.mark.parametrize("task", [JOIN, TRAIN, EVALUATE, FINISH])
+def test_no_answer_of_a_job_with_less_protection_leaves_whoever_made_it(made: Any, task: str) -> None:
+    """The gate knows the policy by itself, also where the member's own check is lost."""
+    for number, (privacy, rules) in enumerate(LESS_PROTECTED):
+        process = made(privacy, name=f"kit-{number}", minimum_cell=1, **rules)
+        answer = answer_to(task, Declaration(process.study))
+        with pytest.raises(PrivacyRefusal, match="the site's policy"):
+            process.gate.process(as_shareable(answer), process.context(task))
+        assert process.journal[-1]["left"] is False
+        # Why it is refused is what the server may hear.
+        trouble = {"code": int(Code.NO_PRIVACY), "numbers": {"allowed": 4.0}}
+        assert without_headers(process.gate.process(as_shareable(trouble), process.context(task))) == trouble
