@@ -125,7 +125,7 @@ class Policy:
             raise Refusal(Code.OTHER_UNIT)
         if self.max_epsilon and privacy.epsilon is not None and privacy.epsilon > self.max_epsilon:
             raise Refusal(Code.WEAK_PRIVACY, epsilon=privacy.epsilon, allowed=self.max_epsilon)
-        if self.max_epsilon and privacy.delta > self.max_delta:
+        if privacy.delta > self.max_delta:
             raise Refusal(Code.LARGE_DELTA, delta=privacy.delta, allowed=self.max_delta)
         if privacy.noise is not None:
             self._check_noise(privacy.noise)
