@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.site.made_up_sites import SITES, made_up_study
 from tests.site.masked import RUN, authority, identity
@@ -16,6 +18,7 @@ from tests.site.packs import write_packs
 from torch import Tensor
 
 from crossward.federation.contract import Payload
+from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.dp.accounting import epsilon
 from crossward.privacy.dp.ledger import Ledger, key_of
 from crossward.privacy.dp.lines import Entry
@@ -25,7 +28,7 @@ from crossward.privacy.secagg.throwaway import Authority
 from crossward.site import messages, participant
 from crossward.site.declaration import Declaration
 from crossward.site.member import Member
-from crossward.site.messages import FINISH, JOIN, OK, SCORES, TRAIN, Message
+from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, SCORES, TRAIN, Message
 from crossward.site.policy import Policy
 from crossward.site.protection import certified_ledger
 from crossward.site.release import Credentials
@@ -43,13 +46,23 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def without_validation(tmp_path: Path, packs: Path) -> Path:
+    """The same images, with those to validate on among those to train on."""
+    arrays = dict(np.load(packs / f"{ME}.npz"))
+    arrays["split"][arrays["split"] == 1] = 0
+    folder = tmp_path / "without-validation"
+    folder.mkdir()
+    np.savez(folder / f"{ME}.npz", **arrays)
+    return folder
+
+
+@pytest.fixture
 def made(tmp_path: Path, packs: Path) -> Iterator[Callable[..., Member]]:
     made: list[Member] = []
 
     def make(study: Study = PRIVATE, *, certified: Any = lambda: credentials(), **policy: Any) -> Member:
-        rules = Policy(
-            data_root=packs, state_root=tmp_path / "state", **{"secure_aggregation": False, "minimum_cell": 1, **policy}
-        )
+        usual = {"data_root": packs, "secure_aggregation": False, "minimum_cell": 1}
+        rules = Policy(state_root=tmp_path / "state", **{**usual, **policy})
         made.append(Member(ME, study.options(), rules, patience=0.0, job="job-1", credentials=certified))
         return made[-1]
 
@@ -114,6 +127,11 @@ def test_a_job_without_noise_is_refused_by_a_site_that_demands_it(made: Any, tmp
             {"max_epsilon": 4.0, "max_delta": 1e-5},
             (Code.LARGE_DELTA, {"delta": 1e-3, "allowed": 1e-5}),
         ),
+        (
+            Privacy(epsilon=8.0, delta=0.05),
+            {"min_noise": 1.0, "max_delta": 1e-6},
+            (Code.LARGE_DELTA, {"delta": 0.05, "allowed": 1e-6}),
+        ),
         (Privacy(noise=0.5), {"min_noise": 1.0}, (Code.LITTLE_NOISE, {"noise": 0.5, "allowed": 1.0})),
     ],
 )
@@ -168,6 +186,22 @@ def test_a_ledger_that_counts_another_unit_is_not_gone_on_with(made: Any) -> Non
         Code.OTHER_UNIT,
         {},
     )
+
+
+def test_a_job_with_other_classes_hears_no_number_of_images(made: Any, tmp_path: Path) -> None:
+    """Nobody pays for the answer: with other classes each time the site's labels could be counted."""
+    study = replace(PRIVATE, task=replace(PRIVATE.task, classes=("clear", "nodule", "other")))
+    answer = made(study).answer(JOIN, addressed(study))
+    assert refused(answer) == (Code.OTHER_LABELS, {})
+    assert not (tmp_path / "state" / "ledger").exists()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_nor_does_one_leave_whoever_would_tell_it(unit: Unit) -> None:
+    answer = {"code": int(Code.LABELS), "numbers": {"unknown": 3.0, "images": 40.0}}
+    with pytest.raises(PrivacyRefusal, match="no number of images may leave"):
+        Declaration(OPEN.private(Privacy(epsilon=4.0, unit=unit))).rebuild(JOIN, answer)
+    assert Declaration(OPEN).rebuild(JOIN, answer) == answer
 
 
 @pytest.mark.usefixtures("unread")
@@ -267,3 +301,31 @@ def test_scores_are_patients_and_right_answers_with_noise_and_nothing_else(made:
     again = member.answer(FINISH, {**to_train(PRIVATE, 2), "round": 1})
     assert again["scores"] == scores
     assert sum(entry.what == "test counts" for entry in entries(tmp_path / "state")) == 1
+
+
+def test_the_epsilon_that_a_site_writes_down_has_the_test_counts_in_it(
+    made: Any, tmp_path: Path, without_validation: Path
+) -> None:
+    study = OPEN.private(Privacy(noise=1.0))
+    member = made(study, data_root=without_validation)
+    assert member.answer(FINISH, {**to_train(study, 2), "round": 1})["code"] == OK
+    (counted,) = entries(tmp_path / "state")
+    assert counted.what == "test counts"
+    assert result_in(tmp_path)["epsilon"] == pytest.approx(epsilon([counted.spending], delta=1e-5))
+
+
+def test_a_site_that_may_not_pay_for_what_it_would_tell_has_its_own_result_all_the_same(
+    made: Any, tmp_path: Path
+) -> None:
+    study = OPEN.private(Privacy(noise=1.0))
+    first = made(study)
+    assert first.answer(EVALUATE, to_train(study, 2))["code"] == OK
+    first.close()
+    spent = epsilon([entry.spending for entry in entries(tmp_path / "state")], delta=1e-5)
+    finish = addressed(study, 1)
+    assert refused(made(study, max_epsilon=0.5).answer(FINISH, finish))[0] is Code.BUDGET
+    assert result_in(tmp_path)["epsilon"] == pytest.approx(spent)
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "state" / "runs" / RUN / "result.json").read_text()))

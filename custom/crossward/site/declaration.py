@@ -54,6 +54,7 @@ class Declaration:
         tensors = {name: _array(spec.shape, np.float32) for name, spec in self.algebra.sent.items()}
         tally = {key: _array(shape, np.float64) for key, shape in self.algebra.tallies.items()}
         self.masked = study.masking and MaskedAlgebra(self.algebra, bits=study.masking.bits)
+        self.privacy = study.privacy
         self._required: dict[str, dict[str, Check]]
         self._optional: dict[str, dict[str, Check]]
         if self.masked:
@@ -88,8 +89,10 @@ class Declaration:
         if type(code) is not int:
             raise PrivacyRefusal(f"{task}: an answer without a code may not leave the site")
         if code != OK:
-            if self.masked and code == Code.LABELS:
-                raise PrivacyRefusal(f"{task}: under secure aggregation no number of images may leave the site")
+            if (self.masked or self.privacy) and code == Code.LABELS:
+                raise PrivacyRefusal(
+                    f"{task}: under secure aggregation or differential privacy no number of images may leave the site"
+                )
             return _rebuilt_trouble(task, code, answer)
         required, optional = self._required[task], self._optional.get(task, {})
         if task == CONTRIBUTE:

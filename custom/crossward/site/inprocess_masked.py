@@ -98,7 +98,9 @@ class MaskedInProcess(Run):
         summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
         if images:
             summed["interval"] = wilson_interval(max(0, min(round(correct), round(images))), round(images))
-        return {**result, "privacy": {**result["privacy"], "secagg": True, "test": summed}}
+        # Once more, as what was told of the test images is in it now.
+        paid = {"epsilon": self._spent()}
+        return {**result, "privacy": {**result["privacy"], **paid, "secagg": True, "test": summed}}
 
     def _exchange(
         self,

@@ -133,17 +133,21 @@ class Member:
             payload = messages.unpack_payload(message)
             participant.receive(self._release.restore(payload) if self._release else payload)
         facts = participant.finish(best)
-        write_json(
-            self._policy.run_folder(self._run) / "result.json",
-            {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
-        )
-        answer: Message = {"round": best}
+        try:
+            return {"round": best, **self._told(participant, facts)}
+        finally:
+            # The site has its own result whatever may be told of it, with what that cost.
+            own = {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best}
+            path = self._policy.run_folder(self._run) / "result.json"
+            write_json(path, {**own, **facts, "epsilon": participant.spent})
+
+    def _told(self, participant: Participant, facts: Mapping[str, Any]) -> Message:
+        """What the answer to the last task says of the test images; under masks it is kept for a sum."""
         published = self._policy.publishes(participant.tested_on) and facts["accuracy"] is not None
         if self._release is not None:
             self._release.tested(*(participant.tested(facts) if published else (0.0, 0.0)))
-        elif published:
-            answer["scores"] = _published(participant, facts)
-        return answer
+            return {}
+        return {"scores": _published(participant, facts)} if published else {}
 
     def _admitted(self, message: Mapping[str, Any]) -> Participant:
         """This site's participant in the run, made with the first task: checks come before data are read."""
@@ -209,7 +213,7 @@ class Member:
         try:
             labels = labels_of(root, self.name, size=task.size, channels=task.channels)
             unknown = sum(count for label, count in labels.items() if label not in task.classes)
-            if unknown and study.masking:
+            if unknown and (study.masking or study.privacy):
                 # Numbers of images stay at the site: jobs with other classes each time would count its labels.
                 raise Refusal(Code.OTHER_LABELS)
             if unknown:

@@ -195,10 +195,14 @@ class Participant:
             "n_test": len(self.data.test),
             "scanner": self.data.scanner,
             "personal": tensors_digest({name: received[name] for name in own}) if own else None,
-            "epsilon": self.protection.spent() if self.protection else None,
             **self._score(self._model, best_round),
             "as_received": as_received,
         }
+
+    @property
+    def spent(self) -> float | None:
+        """Epsilon of this run so far; none without differential privacy."""
+        return self.protection.spent() if self.protection is not None else None
 
     @property
     def tested_on(self) -> int:
