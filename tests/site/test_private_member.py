@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.site.made_up_sites import SITES, made_up_study
+from tests.imaging.prepared_sites import SITE, Hospital
+from tests.site.made_up_sites import CLASSES, SITES, made_up_study
 from tests.site.masked import RUN, authority, identity
 from tests.site.packs import write_packs
 from torch import Tensor
@@ -208,6 +209,54 @@ def test_nor_does_one_leave_whoever_would_tell_it(unit: Unit) -> None:
 def test_without_a_certificate_nobody_would_vouch_for_the_ledger(made: Any) -> None:
     answer = made(certified=None).answer(JOIN, addressed(PRIVATE))
     assert refused(answer) == (Code.NO_CERTIFICATE, {})
+
+
+# pictures that one patient more would change all of
+
+NYUL = "transforms:\n  default:\n    - nyul: {landmarks: [1, 50, 99]}\n"
+HISTOGRAM = "transforms:\n  default:\n    - histogram\n"
+AUGMENT = "augment:\n  default:\n    - noise: {most: 0.1}\n    - gamma\n"
+GIVEN = (
+    "transforms:\n  default:\n    - nyul: {landmarks: [1, 50, 99], scale: [0, 0.4, 1]}\n"
+    "augment:\n  default:\n    - noise: {most: 0.1}\n"
+)
+BY_PICTURE = "transforms:\n  default:\n    - percentile\n    - zscore\n    - denoise\n    - square\n"
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Callable[[str], Path]:
+    def make(rules: str) -> Path:
+        hospital = Hospital(tmp_path / "hospital").films(40, labels=CLASSES)
+        hospital.rules(SITE + rules)
+        hospital.prepare()
+        return hospital.folder
+
+    return make
+
+
+@pytest.mark.parametrize("unit", ["patient", "image"])
+@pytest.mark.parametrize(("rules", "named"), [(NYUL, "nyul"), (HISTOGRAM, "histogram"), (AUGMENT, "gamma")])
+def test_pictures_made_by_what_was_learned_from_all_are_refused_before_anything_is_spent(
+    made: Any, prepared: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, rules: str, named: str, unit: Unit
+) -> None:
+    study = OPEN.private(Privacy(noise=1.0, unit=unit))
+    answer = made(study, data_root=prepared(rules), privacy_unit=unit).answer(TRAIN, to_train(study))
+    assert refused(answer) == (Code.LEARNED_PICTURES, {})
+    assert not (tmp_path / "state" / "ledger").exists()
+    assert f"'{named}'" in caplog.text
+    assert "site.yaml" in words(Code.LEARNED_PICTURES, {})
+
+
+@pytest.mark.parametrize("rules", [GIVEN, BY_PICTURE])
+def test_pictures_made_one_by_one_or_by_given_numbers_are_trained_on(made: Any, prepared: Any, rules: str) -> None:
+    study = OPEN.private(Privacy(noise=1.0))
+    assert made(study, data_root=prepared(rules)).answer(TRAIN, to_train(study))["code"] == OK
+
+
+def test_where_the_site_is_hidden_as_a_whole_it_may_learn_from_all_its_images(made: Any, prepared: Any) -> None:
+    study = OPEN.private(Privacy(noise=1.0, unit="site"))
+    answer = made(study, data_root=prepared(NYUL), privacy_unit="site").answer(TRAIN, to_train(study))
+    assert answer["code"] == OK
 
 
 # the ledger of all jobs

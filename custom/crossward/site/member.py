@@ -37,7 +37,7 @@ from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
 from crossward.site.policy import Policy
-from crossward.site.protection import Book, LedgerRefused, NotPrivate, certified_ledger
+from crossward.site.protection import Book, LearnedPictures, LedgerRefused, NotPrivate, certified_ledger
 from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study
@@ -273,6 +273,7 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((LedgerRefused,), Code.LEDGER),
     ((OtherUnit,), Code.OTHER_UNIT),
     ((NotPrivate,), Code.NOT_PRIVATE),
+    ((LearnedPictures,), Code.LEARNED_PICTURES),
     ((Blamed, Malformed, OutOfTurn, Untrusted), Code.NOT_MASKED),
     ((PrivacyRefusal,), Code.BAD_TASK),
     ((StorageFailure, OSError), Code.STORAGE),

@@ -37,6 +37,10 @@ class NotPrivate(PrivacyRefusal):
     """The study cannot be trained image by image."""
 
 
+class LearnedPictures(PrivacyRefusal):
+    """The site's pictures depend on all its training images, so that nobody's part in them has a limit."""
+
+
 NO_LIMIT = 1e6
 """Epsilon that no run comes near: the site's ledger is kept, and only a run's own budget ends it."""
 

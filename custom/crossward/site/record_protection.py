@@ -25,7 +25,7 @@ from crossward.privacy.dp.release import noisy_sums
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.settings import Privacy
 from crossward.site.private_trainer import check_training, train_privately
-from crossward.site.protection import NotPrivate, Protection
+from crossward.site.protection import LearnedPictures, NotPrivate, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training
 
 
@@ -75,6 +75,12 @@ class RecordProtection(Protection):
 
     def __init__(self, data: SiteData, privacy: Privacy, training: Training, **options: Any) -> None:
         super().__init__(data, privacy, training, **options)
+        if data.learned:
+            raise LearnedPictures(
+                f"{data.name}: site.yaml lets pictures depend on all training images together, so that one patient "
+                f"more would change every one of them: {'; '.join(data.learned)}. Give 'nyul' its scale and every step "
+                "of 'augment' its most, take 'percentile' instead of 'histogram', and run crossward data prepare again"
+            )
         self.units = len(set(data.train.patients)) if privacy.unit == "patient" else len(data.train)
         self.prices = prices_of(privacy, training, units=self.units, rounds=self._rounds, releases=self._releases)
         self.noise = self.prices.step

@@ -61,6 +61,7 @@ class Code(IntEnum):
     NOT_PRIVATE = 61
     OTHER_UNIT = 62
     LARGE_EPSILON = 63
+    LEARNED_PICTURES = 64
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,11 @@ _WORDS: dict[Code, _Words] = {
         "{allowed:g} times the clip",
         "Export the job with a smaller --dp; the rule is min_noise in the site's local/privacy.json",
         ("allowed",),
+    ),
+    Code.LEARNED_PICTURES: _Words(
+        "the site's site.yaml lets its pictures, or how they are varied in training, depend on all its images together",
+        "At the site: give nyul its scale and every step of augment its most, take percentile instead of histogram, "
+        f"and run crossward data prepare again. {_SITE_LOG}",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",
