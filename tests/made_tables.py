@@ -93,6 +93,8 @@ ARISES: Mapping[Code, str] = {
     Code.OTHER_UNIT: "the site holds the job against its policy, before it reads an image, and against its ledger",
     Code.LARGE_EPSILON: "the site has worked out the noise from its number of patients, before anything is spent",
     Code.LEARNED_PICTURES: "the site has read what `site.yaml` learns from its images, before anything is spent",
+    Code.LONG_RUN: "the site has worked out what all rounds cost together, before anything is spent",
+    Code.NO_PRICE: "the site works out noise and costs, before anything is spent",
     Code.NO_ANSWER: "the server stopped waiting for the site (`grace`, `round` or `join`)",
     Code.NOT_EXECUTED: "FLARE's own mark of a failed task came back instead of an answer",
     Code.QUORUM: "the server closes a round",

@@ -25,7 +25,15 @@ from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TRAIN, Message
 from crossward.site.protection import certified_ledger
 from crossward.site.study import Study
 from crossward.site.troubles import Code
-from tests.flare.fakes import answer_to, as_shareable, deploy, over_the_wire, site_context, without_headers, workspace_in
+from tests.flare.fakes import (
+    answer_to,
+    as_shareable,
+    deploy,
+    over_the_wire,
+    site_context,
+    without_headers,
+    workspace_in,
+)
 from tests.site.made_up_sites import SITES, made_up_study
 from tests.site.masked import RUN, authority, identity
 from tests.site.packs import write_packs

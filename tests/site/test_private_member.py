@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.imaging.prepared_sites import SITE, Hospital
 from tests.site.made_up_sites import CLASSES, SITES, made_up_study
 from tests.site.masked import RUN, authority, identity
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from crossward.federation.contract import Payload
 from crossward.federation.errors import PrivacyRefusal
+from crossward.methods.base import Method
+from crossward.privacy.dp import accounting
 from crossward.privacy.dp.accounting import epsilon
 from crossward.privacy.dp.ledger import Ledger, key_of
 from crossward.privacy.dp.lines import Entry
@@ -30,6 +33,7 @@ from crossward.site import messages, participant
 from crossward.site.declaration import Declaration
 from crossward.site.member import Member
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, SCORES, TRAIN, Message
+from crossward.site.participant import Participant
 from crossward.site.policy import Policy
 from crossward.site.protection import certified_ledger
 from crossward.site.release import Credentials
@@ -180,13 +184,15 @@ def test_the_unit_is_a_patient_unless_the_site_says_otherwise(made: Any) -> None
     assert "privacy_unit in the site's local/privacy.json" in words(Code.OTHER_UNIT, {})
 
 
-def test_a_ledger_that_counts_another_unit_is_not_gone_on_with(made: Any) -> None:
+def test_a_ledger_that_counts_another_unit_is_not_gone_on_with(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert trained(made(), PRIVATE)["code"] == OK
     study = OPEN.private(Privacy(epsilon=4.0, unit="site"))
-    assert refused(made(study, privacy_unit="site").answer(TRAIN, to_train(study) | {"run": "run-2"})) == (
-        Code.OTHER_UNIT,
-        {},
-    )
+    answer = made(study, privacy_unit="site").answer(JOIN, addressed(study, run="run-2"))
+    assert refused(answer) == (Code.OTHER_UNIT, {})
+    # Another ledger of the same patients would begin at nothing spent.
+    assert "another state" not in caplog.text
+    assert "privacy officer" in caplog.text
+    assert "privacy officer" in words(Code.OTHER_UNIT, {})
 
 
 def test_a_job_with_other_classes_hears_no_number_of_images(made: Any, tmp_path: Path) -> None:
@@ -267,17 +273,105 @@ def test_jobs_share_the_ledger_and_the_one_that_would_pass_the_budget_hears_what
 ) -> None:
     first = made(max_epsilon=4.2)
     assert first.answer(TRAIN, to_train(PRIVATE))["code"] == OK
-    assert first.answer(TRAIN, to_train(PRIVATE, 2))["code"] == OK
     first.close()
-    spent = epsilon([entry.spending for entry in entries(tmp_path / "state")], delta=1e-5)
     other = replace(PRIVATE, training=replace(PRIVATE.training, seed=1))
+    # It began when the site allowed more.
+    begun = made(other, max_epsilon=9.0)
+    assert begun.answer(TRAIN, {**to_train(other), "run": "run-2"})["code"] == OK
+    begun.close()
+    spent = epsilon([entry.spending for entry in entries(tmp_path / "state")], delta=1e-5)
     second = made(other, max_epsilon=4.2)
-    message = {**to_train(other), "run": "run-2"}
+    message = {**to_train(other, 2), "run": "run-2"}
     code, numbers = refused(second.answer(TRAIN, message))
     assert code is Code.BUDGET
     assert numbers["limit"] == pytest.approx(4.2)
     assert numbers["left"] == pytest.approx(4.2 - spent)
     assert numbers["asked"] > 4.2
+
+
+def test_a_run_that_would_pass_the_budget_later_is_refused_before_it_spends_anything(made: Any, tmp_path: Path) -> None:
+    study = made_up_study("fedavg", rounds=30).private(Privacy(noise=0.3))
+    answer = made(study, max_epsilon=2.0).answer(JOIN, addressed(study))
+    assert refused(answer) == (Code.LONG_RUN, {"allowed": 2.0})
+    assert "max_epsilon in the site's local/privacy.json" in words(answer["code"], answer["numbers"])
+    assert Declaration(study).rebuild(JOIN, answer) == answer
+    assert not (tmp_path / "state" / "ledger").exists()
+
+
+def test_what_earlier_jobs_spent_is_reckoned_with_when_a_job_joins_and_not_told(made: Any, tmp_path: Path) -> None:
+    assert trained(made(max_epsilon=4.2), PRIVATE)["code"] == OK
+    before = entries(tmp_path / "state")
+    other = replace(PRIVATE, training=replace(PRIVATE.training, seed=1))
+    answer = made(other, max_epsilon=4.2).answer(JOIN, addressed(other, run="run-2"))
+    assert refused(answer) == (Code.LONG_RUN, {"allowed": 4.2})
+    assert entries(tmp_path / "state") == before
+
+
+def test_a_run_that_has_begun_goes_on_though_a_crash_has_wasted_a_part_of_it(made: Any, tmp_path: Path) -> None:
+    assert trained(made(max_epsilon=4.0), PRIVATE)["code"] == OK
+    (tmp_path / "state" / "runs" / RUN / "outbox").rename(tmp_path / "lost")
+    assert trained(made(max_epsilon=4.0), PRIVATE)["code"] == OK
+    assert [entry.round for entry in entries(tmp_path / "state")] == [1, 1]
+    assert made(max_epsilon=4.0).answer(JOIN, addressed(PRIVATE)) == {"code": OK}
+
+
+# what goes wrong by itself has a code of its own
+
+
+def test_what_no_noise_can_protect_is_said_to_have_no_price(made: Any, tmp_path: Path) -> None:
+    """Of so small an epsilon nothing is left for the steps beside the releases."""
+    study = made_up_study("fedavg", rounds=2).private(Privacy(epsilon=1e-7, delta=1e-10))
+    assert refused(made(study).answer(JOIN, addressed(study))) == (Code.NO_PRICE, {})
+    assert not (tmp_path / "state" / "ledger").exists()
+
+
+def test_a_price_that_cannot_be_worked_out_is_not_the_ledgers_fault(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **options: Any) -> float:
+        raise RuntimeError("no figure")
+
+    study = OPEN.private(Privacy(noise=1.001))
+    monkeypatch.setattr(accounting, "_answer", fail)
+    monkeypatch.setattr(accounting, "_rdp", lambda kinds, delta: 1.0)
+    assert refused(made(study, max_epsilon=0.9).answer(TRAIN, to_train(study))) == (Code.NO_PRICE, {})
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("unit", UNITS)
+def test_numbers_that_are_not_finite_are_said_to_be_training_that_diverged(
+    made: Any, monkeypatch: pytest.MonkeyPatch, unit: Unit, after: int
+) -> None:
+    """Before anything is spent, where one batch shows it, and in the middle of a round."""
+    calls = iter(range(1000))
+    terms = Method.terms
+
+    def overflowing(self: Any, model: Any, trace: Any, batch: Any, context: Any) -> Any:
+        found = terms(self, model, trace, batch, context)
+        return found if next(calls) < 20 * after else {name: term * torch.inf for name, term in found.items()}
+
+    study = made_up_study("fedavg", rounds=2, steps=30).private(Privacy(noise=1.0, unit=unit))
+    monkeypatch.setattr(Method, "terms", overflowing)
+    assert refused(made(study, privacy_unit=unit).answer(TRAIN, to_train(study))) == (Code.DIVERGED, {})
+
+
+def test_an_update_too_long_to_be_clipped_is_said_to_be_training_that_diverged(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = OPEN.private(Privacy(noise=1.0, unit="site"))
+    monkeypatch.setattr(
+        Participant, "_update", lambda self, payload: {n: t * torch.inf for n, t in payload.tensors.items()}
+    )
+    answer = made(study, privacy_unit="site").answer(TRAIN, to_train(study))
+    assert refused(answer) == (Code.DIVERGED, {})
+
+
+@pytest.mark.parametrize("task", [JOIN, FINISH])
+def test_a_ledger_that_does_not_hold_is_said_to_be_one_whenever_it_is_read(
+    made: Any, tmp_path: Path, task: str
+) -> None:
+    assert trained(made(), PRIVATE)["code"] == OK
+    (path,) = (tmp_path / "state" / "ledger").glob("*.jsonl")
+    path.write_bytes(b"")
+    assert refused(made().answer(task, addressed(PRIVATE, 1))) == (Code.LEDGER, {})
 
 
 @pytest.mark.parametrize("spoil", ["cut", "gone", "changed"])

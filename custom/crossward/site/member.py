@@ -27,6 +27,8 @@ from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
+from crossward.privacy.dp.accounting import Unpriceable
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.ledger import BudgetSpent, OtherUnit
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
@@ -37,7 +39,7 @@ from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
 from crossward.site.policy import Policy
-from crossward.site.protection import Book, LearnedPictures, LedgerRefused, NotPrivate, certified_ledger
+from crossward.site.protection import Book, LearnedPictures, LedgerRefused, NotPrivate, Protection, certified_ledger
 from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study
@@ -172,6 +174,7 @@ class Member:
         participant = study.participant(cohort.sites[self.name], folder, device=Device.best(), book=book)
         if participant.protection is not None:
             self._policy.check_worked_out(participant.protection.noise)
+            self._check_planned(participant.protection)
         self._participant, self._run = participant, run
         if study.masking is not None and credentials is not None:
             self._release = Release(
@@ -184,6 +187,13 @@ class Member:
                 threads=os.cpu_count() or 1,
             )
         return self._participant
+
+    def _check_planned(self, protection: Protection) -> None:
+        try:
+            protection.check_planned()
+        except BudgetSpent as error:
+            # Only the rule: what other jobs spent is not this one's to know.
+            raise Refusal(Code.LONG_RUN, allowed=self._policy.max_epsilon) from error
 
     def _book(self, run: str, credentials: Credentials) -> Book:
         """The ledger of the site's images, for all jobs."""
@@ -268,10 +278,11 @@ def _code_of(error: BaseException) -> Code:
 _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((OtherStudy,), Code.OTHER_VAULT),
     ((MemoryError, torch.OutOfMemoryError), Code.MEMORY),
-    ((SiteFailure,), Code.DIVERGED),
+    ((SiteFailure, NotFinite), Code.DIVERGED),
     ((AlreadyUsed,), Code.MASKED_BEFORE),
     ((LedgerRefused,), Code.LEDGER),
     ((OtherUnit,), Code.OTHER_UNIT),
+    ((Unpriceable,), Code.NO_PRICE),
     ((NotPrivate,), Code.NOT_PRIVATE),
     ((LearnedPictures,), Code.LEARNED_PICTURES),
     ((Blamed, Malformed, OutOfTurn, Untrusted), Code.NOT_MASKED),

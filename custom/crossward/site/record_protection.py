@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.release import noisy_sums
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.settings import Privacy
@@ -92,32 +94,40 @@ class RecordProtection(Protection):
         )
         self._checked = False
 
+    def planned(self) -> dict[str, Spending]:
+        prices, rounds = self.prices, self._rounds
+        spent = {"steps": Spending(prices.step, prices.rate, rounds * prices.steps)}
+        if prices.release is not None:
+            spent["release"] = Spending(prices.release, 1.0, rounds)
+        if len(self._data.val):
+            spent["val counts"] = Spending(prices.validation, 1.0, rounds, part="val")
+        return {**spent, "test counts": Spending(prices.test, 1.0, 1, part="test")}
+
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         clip, prices = self._privacy.clip, self.prices
         if not self._checked:
-            try:
+            with _the_jobs_own():
                 check_training(model, method, self._data.train, context, clip=clip, device=self._device)
-            except PrivacyRefusal as refusal:
-                raise NotPrivate(str(refusal)) from refusal
             self._checked = True
         spent = {"steps": Spending(prices.step, prices.rate, prices.steps)}
         if prices.release is not None:
             spent["release"] = Spending(prices.release, 1.0, 1)
         self._reserve(context.round_number, spent)
-        return train_privately(
-            model,
-            method,
-            self._data.train,
-            context,
-            training=self._training,
-            sampler=self._sampler,
-            source=self._source,
-            steps=prices.steps,
-            noise=prices.step,
-            clip=clip,
-            expected=prices.rate * self.units,
-            device=self._device,
-        )
+        with _the_jobs_own():
+            return train_privately(
+                model,
+                method,
+                self._data.train,
+                context,
+                training=self._training,
+                sampler=self._sampler,
+                source=self._source,
+                steps=prices.steps,
+                noise=prices.step,
+                clip=clip,
+                expected=prices.rate * self.units,
+                device=self._device,
+            )
 
     def extras(self, model: Model, method: Method, context: Context) -> Tensors:
         if self.prices.release is None:
@@ -132,7 +142,7 @@ class RecordProtection(Protection):
                 batch = Batch(self._device.images(split.images[rows]), split.labels[rows].to(self._device.kind))
                 yield method.private_parts(model, batch, context), weights[rows].to(self._device.kind)
 
-        with torch.inference_mode(), self._device.autocast():
+        with _the_jobs_own(), torch.inference_mode(), self._device.autocast():
             sums = noisy_sums(parts(), noise=self.prices.release, source=self._source)
             extras = method.extras_of(sums, context)
         return {name: tensor.float().cpu().clone() for name, tensor in extras.items()}
@@ -156,6 +166,17 @@ class RecordProtection(Protection):
         noisy = (_weights(split, self._privacy) * right.double()).sum().reshape(1)
         self._source.add_to([noisy], scale=noise)
         return units, float(noisy.clamp(0.0, units))
+
+
+@contextmanager
+def _the_jobs_own() -> Iterator[None]:
+    """What cannot be told apart by image is the job's fault; numbers that are not finite are training's."""
+    try:
+        yield
+    except NotFinite:
+        raise
+    except PrivacyRefusal as refusal:
+        raise NotPrivate(str(refusal)) from refusal
 
 
 def _owners(split: Split, privacy: Privacy) -> tuple[str, ...]:

@@ -62,6 +62,8 @@ class Code(IntEnum):
     OTHER_UNIT = 62
     LARGE_EPSILON = 63
     LEARNED_PICTURES = 64
+    LONG_RUN = 65
+    NO_PRICE = 66
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,9 @@ _WORDS: dict[Code, _Words] = {
     ),
     Code.OTHER_UNIT: _Words(
         "the job hides another unit (image, patient or site) than the site's policy wants or its ledger counts",
-        "Export the job with another --dp-unit; the rule is privacy_unit in the site's local/privacy.json, and units "
-        "that were spent before show with: crossward ledger show",
+        "Export the job with the --dp-unit that the site's ledger counts (at the site: crossward ledger show); "
+        "the rule is privacy_unit in the site's local/privacy.json. Where the two differ, the site's privacy officer "
+        "decides",
     ),
     Code.LARGE_EPSILON: _Words(
         "with the job's epsilon there would be less noise in a step of training than the site's policy wants, which is "
@@ -213,6 +216,17 @@ _WORDS: dict[Code, _Words] = {
         "the site's site.yaml lets its pictures, or how they are varied in training, depend on all its images together",
         "At the site: give nyul its scale and every step of augment its most, take percentile instead of histogram, "
         f"and run crossward data prepare again. {_SITE_LOG}",
+    ),
+    Code.LONG_RUN: _Words(
+        "all planned rounds, with what earlier jobs spent, would take what is told of the site's patients past epsilon "
+        "{allowed:g}, which is the most for all jobs together",
+        "Export the job with fewer rounds, a smaller --dp or a larger --dp-noise; the rule is max_epsilon in the "
+        "site's local/privacy.json. At the site: crossward ledger show",
+        ("allowed",),
+    ),
+    Code.NO_PRICE: _Words(
+        "what the job would cost of the patients' privacy cannot be worked out at the site, or no noise is enough",
+        f"Export the job with a larger --dp or --dp-noise, fewer rounds, and the usual --dp-delta. {_SITE_LOG}",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",
