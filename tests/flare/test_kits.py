@@ -181,6 +181,7 @@ def test_every_result_of_a_site_passes_the_gate(kits: Path) -> None:
                         "max_delta": 1e-5,
                         "min_noise": 0.0,
                         "privacy_unit": "patient",
+                        "payloads": ["update", "personal", "prototypes", "counts"],
                     },
                     "task_data_filters": [],
                     "task_result_filters": [{"path": names.GATE, "args": {}}],

@@ -48,6 +48,9 @@ LESS_PROTECTED: tuple[tuple[Privacy | None, dict[str, Any]], ...] = (
     (Privacy(epsilon=4.0, delta=1e-3), {"max_delta": 1e-5}),
     (Privacy(noise=0.5), {"min_noise": 1.0}),
     (Privacy(epsilon=4.0, unit="image"), {}),
+    (Privacy(epsilon=4.0), {"payloads": ["update"]}),
+    (Privacy(epsilon=4.0), {"payloads": ["personal", "prototypes", "counts"]}),
+    (None, {"payloads": []}),
 )
 DEFAULTS = members.Member.__init__.__kwdefaults__
 

@@ -149,6 +149,35 @@ def test_a_job_that_asks_for_less_protection_is_refused_with_the_sites_rule(
     assert Declaration(study).rebuild(JOIN, answer) == answer
 
 
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("method", "privacy", "payloads", "joins"),
+    [
+        ("fedavg", None, ["update", "counts"], True),
+        ("fedavg", None, ["personal", "prototypes", "counts"], False),
+        ("fedavg", None, ["update", "personal", "prototypes"], False),
+        ("fedavg", Privacy(epsilon=4.0), ["update"], False),
+        ("fedavg", Privacy(epsilon=4.0, unit="site"), ["update"], True),
+        ("fdse", None, ["update", "counts"], False),
+        ("fdse", None, ["update", "personal", "counts"], True),
+        ("fedcode", Privacy(epsilon=4.0), ["update", "counts"], False),
+        ("fedcode", Privacy(epsilon=4.0), ["update", "prototypes", "counts"], True),
+        ("local", None, ["counts"], True),
+        ("local", None, [], False),
+    ],
+)
+def test_a_job_whose_method_needs_what_the_site_keeps_is_refused(
+    made: Any, method: str, privacy: Privacy | None, payloads: list[str], joins: bool
+) -> None:
+    study = made_up_study(method, rounds=2)
+    study = study.private(privacy) if privacy else study
+    unit = privacy.unit if privacy else "patient"
+    answer = made(study, payloads=tuple(payloads), privacy_unit=unit).answer(JOIN, addressed(study))
+    # What passes goes on to the images, which cannot be read here.
+    assert refused(answer) == (Code.INTERNAL if joins else Code.KEPT_PAYLOAD, {})
+    assert "payloads in the site's local/privacy.json" in words(Code.KEPT_PAYLOAD, {})
+
+
 def test_a_job_within_the_rules_joins(made: Any) -> None:
     assert made(PRIVATE, max_epsilon=4.0, max_delta=1e-5, min_noise=1.0).answer(JOIN, addressed(PRIVATE)) == {
         "code": OK

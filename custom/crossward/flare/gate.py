@@ -23,6 +23,7 @@ from crossward.site.declaration import Declaration, items_of
 from crossward.site.journal import Journal
 from crossward.site.member import refusal_of
 from crossward.site.messages import OK
+from crossward.site.payloads import payloads_of
 from crossward.site.policy import Policy
 from crossward.site.study import Study
 from crossward.site.troubles import Refusal
@@ -104,6 +105,7 @@ def _hold_against(policy: Policy, whitelist: Declaration, task: str) -> None:
         raise PrivacyRefusal(f"{task}: the site's policy demands secure aggregation, and this job has none")
     try:
         policy.check_privacy(whitelist.privacy)
+        policy.check_payloads(payloads_of(whitelist.algebra, whitelist.privacy))
     except Refusal as refusal:
         raise PrivacyRefusal(f"{task}: the job is not within the site's policy: {refusal}") from refusal
 

@@ -38,6 +38,7 @@ from crossward.site import messages
 from crossward.site.devices import Device
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
+from crossward.site.payloads import payloads_of
 from crossward.site.policy import Policy
 from crossward.site.protection import Book, LearnedPictures, LedgerRefused, NotPrivate, Protection, certified_ledger
 from crossward.site.release import Credentials, Release
@@ -160,6 +161,7 @@ class Member:
             return self._participant
         self._policy.check_masking(study.masking)
         self._policy.check_privacy(study.privacy)
+        self._policy.check_payloads(payloads_of(study.method.algebra(study.task, study.model()), study.privacy))
         credentials = self._certified() if study.masking or study.privacy else None
         folder = self._policy.run_folder(run)
         self._take_lock()

@@ -64,6 +64,7 @@ class Code(IntEnum):
     LEARNED_PICTURES = 64
     LONG_RUN = 65
     NO_PRICE = 66
+    KEPT_PAYLOAD = 67
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,12 @@ _WORDS: dict[Code, _Words] = {
     Code.NO_PRICE: _Words(
         "what the job would cost of the patients' privacy cannot be worked out at the site, or no noise is enough",
         f"Export the job with a larger --dp or --dp-noise, fewer rounds, and the usual --dp-delta. {_SITE_LOG}",
+    ),
+    Code.KEPT_PAYLOAD: _Words(
+        "the job needs a kind of payload (update, personal, prototypes or counts) that the site's policy does not let "
+        "out",
+        "Export the job with a method that does without it (crossward methods says what each sends); the rule is "
+        "payloads in the site's local/privacy.json",
     ),
     Code.NO_ANSWER: _Words(
         "did not answer within {seconds:.0f} s; its work for this round is not used",
