@@ -82,7 +82,7 @@ ARISES: Mapping[Code, str] = {
     Code.STORAGE: "the same, for any other reason; or a damaged file is read",
     Code.OTHER_VAULT: "the site reads a vault or outbox file of another format or study",
     Code.TRUSTING_JOB: "the site holds the job's secure aggregation against its policy, before it reads an image",
-    Code.OTHER_LABELS: "as `LABELS`, in a job with secure aggregation or differential privacy: no number leaves the site",
+    Code.OTHER_LABELS: "as `LABELS`, under secure aggregation or differential privacy: no number leaves the site",
     Code.NO_PRIVACY: "the site holds the job against its policy, before it reads an image",
     Code.WEAK_PRIVACY: "the same",
     Code.LARGE_DELTA: "the same",

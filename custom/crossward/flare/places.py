@@ -101,7 +101,7 @@ def _simulated(name: str) -> Policy:
     data, state = os.environ.get(DATA_VARIABLE), os.environ.get(STATE_VARIABLE)
     if not state:
         raise Refusal(Code.POLICY)
-    # Whoever simulates sites has all their images: there is nobody to keep scores from, and no rule but the job's.
+    # Whoever simulates sites has all their images: there is nobody to keep scores from, or to limit delta for.
     return Policy(
         data_root=Path(data) if data else None,
         state_root=Path(state) / "sites" / name,
