@@ -94,6 +94,10 @@ ARISES: Mapping[Code, str] = {
     Code.LEFT_JOB: "every step of secure aggregation after the third one; the site's count is the job's, whatever keys "
     "it has had",
     Code.LARGE_EPSILON: "the site has worked out the noise from its number of patients, before anything is spent",
+    Code.LEARNED_PICTURES: "the site has read what `site.yaml` learns from its images, before anything is spent",
+    Code.LONG_RUN: "the site has worked out what all rounds cost together, before anything is spent",
+    Code.NO_PRICE: "the site works out noise and costs, before anything is spent",
+    Code.KEPT_PAYLOAD: "the site holds what the job's method sends against its policy, before it reads an image",
     Code.NO_ANSWER: "the server stopped waiting for the site (`grace`, `round` or `join`)",
     Code.NOT_EXECUTED: "FLARE's own mark of a failed task came back instead of an answer",
     Code.QUORUM: "the server closes a round",

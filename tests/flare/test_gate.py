@@ -21,6 +21,7 @@ from crossward.federation.errors import CrosswardError, PrivacyRefusal
 from crossward.federation.scopes import Scope, names_in
 from crossward.flare import names, places
 from crossward.flare.gate import SiteGate
+from crossward.privacy.dp.settings import Privacy
 from crossward.site.declaration import Declaration
 from crossward.site.journal import read_journal
 from crossward.site.messages import OPEN_TASKS, TASKS, TRAIN
@@ -405,5 +406,6 @@ def test_in_the_simulator_places_come_from_the_environment_alone(
     monkeypatch.setenv(names.STATE_VARIABLE, "/sim/state")
     policy = places.site_policy(context)
     assert (policy.data_root, policy.state_root) == (None, Path("/sim/state/sites") / SITES[0])
+    policy.check_privacy(Privacy(epsilon=8.0, delta=0.01))
     monkeypatch.setenv(names.DATA_VARIABLE, "/sim/data")
     assert places.site_policy(context).data_root == Path("/sim/data")

@@ -181,6 +181,7 @@ def test_every_result_of_a_site_passes_the_gate(kits: Path) -> None:
                         "max_delta": 1e-5,
                         "min_noise": 0.0,
                         "privacy_unit": "patient",
+                        "payloads": ["update", "personal", "prototypes", "counts"],
                     },
                     "task_data_filters": [],
                     "task_result_filters": [{"path": names.GATE, "args": {}}],
@@ -283,6 +284,7 @@ def test_a_project_file_keeps_what_was_said(tmp_path: Path) -> None:
         gpu_memory=16,
         secure_aggregation=False,
         minimum_sites=5,
+        max_delta=1e-3,
     )
     write_project(tmp_path / "p.yml", name="x", sites={"a": site}, host="localhost", port=20001)
     server, client, admin = load_yaml(str(tmp_path / "p.yml"))["participants"]
@@ -290,6 +292,7 @@ def test_a_project_file_keeps_what_was_said(tmp_path: Path) -> None:
     assert client["data_root"] == str(tmp_path / "images")
     assert (client["publish_scores"], client["minimum_cell"]) == (False, 5)
     assert (client["secure_aggregation"], client["minimum_sites"]) == (False, 5)
+    assert client["max_delta"] == 1e-3
     assert client["capacity"] == {"num_of_gpus": 2, "mem_per_gpu_in_GiB": 16}
     assert admin["role"] == "project_admin"
 
@@ -314,6 +317,9 @@ def test_a_site_name_that_flare_cannot_take_is_refused(name: str) -> None:
         ({"secure_aggregation": 0}, "true or false"),
         ({"minimum_sites": 1}, "whole number from 2"),
         ({"minimum_sites": 3.0}, "whole number from 2"),
+        ({"payloads": "update"}, "list of update, personal, prototypes, counts"),
+        ({"payloads": ["update", "scores"]}, "list of update, personal, prototypes, counts"),
+        ({"payload": ["update"]}, "'payloads' is"),
     ],
 )
 def test_a_setting_that_would_not_do_what_it_says_is_refused(entry: dict[str, Any], said: str) -> None:

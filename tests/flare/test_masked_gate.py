@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from crossward.federation.errors import CrosswardError, PrivacyRefusal
 from crossward.flare import names
 from crossward.flare.executor import SiteExecutor
 from crossward.flare.gate import SiteGate
+from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.server import SecureServer
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.sums import MaskedAlgebra
@@ -46,6 +48,7 @@ from tests.site.packs import write_packs
 
 OPEN = made_up_study("fedavg", rounds=1)
 MASKED = OPEN.masked(Settings())
+PRIVATE = OPEN.private(Privacy(epsilon=8.0)).masked(Settings())
 NAMES = ("alder", "birch", "cedar", "dogwood")
 RUN = "run-1"
 DEFAULTS = members.Member.__init__.__kwdefaults__
@@ -65,7 +68,7 @@ class Process:
     """A site's job process in a kit with a certificate: executor and gate as FLARE calls them."""
 
     def __init__(self, kit: Path, name: str, study: Any = MASKED, **properties: Any) -> None:
-        self.kit, self.name, self.properties = kit, name, properties
+        self.kit, self.name, self.study, self.properties = kit, name, study, properties
         self.gate, self.executor = SiteGate(), SiteExecutor(study.options())
         deploy(kit, study.options(), site=name)
         startup = Path(workspace_in(kit, name).get_startup_kit_dir())
@@ -97,8 +100,9 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def processes(tmp_path: Path, packs: Path) -> Iterator[dict[str, Process]]:
-    made = {name: Process(tmp_path / name, name, data_root=str(packs)) for name in NAMES}
+def processes(tmp_path: Path, packs: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Process]]:
+    study = getattr(request, "param", MASKED)
+    made = {name: Process(tmp_path / name, name, study, data_root=str(packs)) for name in NAMES}
     yield made
     for process in made.values():
         process.end()
@@ -113,19 +117,21 @@ class Server:
 
     def __init__(self, processes: Mapping[str, Process], folder: Path) -> None:
         self.processes = processes
-        self.coordinator = MASKED.coordinator(folder, NAMES)
-        self.declaration = Declaration(MASKED)
+        (study,) = {process.study for process in processes.values()}
+        self.coordinator = study.coordinator(folder, NAMES)
+        self.declaration = Declaration(study)
+        self.address = partial(addressed, study=study)
         self.said: list[tuple[str, str, Message, Message]] = []
-        settings = MASKED.masking
+        settings = study.masking
         assert settings is not None
         self.summing = Summing(
             lambda number: SecureServer(f"{JOB}/{number}", settings=settings, roots=authority().roots),
             MaskedAlgebra(self.coordinator.algebra, bits=settings.bits),
-            study=MASKED.trained_digest(),
+            study=study.trained_digest(),
             exchange=self.ask,
             evidence=Evidence(folder),
         )
-        self.run = MaskedRun(self.coordinator, self.summing, addressed)
+        self.run = MaskedRun(self.coordinator, self.summing, self.address)
 
     def ask(
         self,
@@ -147,11 +153,12 @@ class Server:
         return heard
 
 
+@pytest.mark.parametrize("processes", [MASKED, PRIVATE], indirect=True, ids=["masks", "masks and noise"])
 def test_a_whole_run_passes_executor_and_gate_and_the_journal_lists_only_what_is_masked(
     processes: dict[str, Process], tmp_path: Path
 ) -> None:
     server = Server(processes, tmp_path / "server")
-    server.summing.agree(dict.fromkeys(NAMES, addressed(0)), round_number=0, enough=4)
+    server.summing.agree(dict.fromkeys(NAMES, server.address(0)), round_number=0, enough=4)
     everybody = {name: server.run.with_model(name, 1) for name in NAMES}
     server.ask(TRAIN, everybody, lambda site, answer: None, round_number=1, enough=4)
     after, opened, tally = server.run.close(NAMES, {name: {} for name in NAMES})
@@ -159,7 +166,7 @@ def test_a_whole_run_passes_executor_and_gate_and_the_journal_lists_only_what_is
     everybody = {name: server.run.with_model(name, 1) for name in NAMES}
     server.ask(EVALUATE, everybody, lambda site, answer: None, round_number=1, enough=4)
     assert float(server.run.validation(NAMES)["validation/n"].item()) == 4 * 10
-    finish = dict.fromkeys(NAMES, addressed(1))
+    finish = dict.fromkeys(NAMES, server.address(1))
     server.ask(FINISH, finish, lambda site, answer: None, round_number=1, enough=4)
     images, correct = server.run.test(NAMES)
     assert (images, 0 <= correct <= 40) == (40, True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossward.site.payloads import PAYLOADS
 from crossward.site.policy import Policy
 from crossward.site.troubles import Code, Refusal
 
@@ -24,6 +25,7 @@ KINDS = {
     "max_delta": float,
     "min_noise": float,
     "privacy_unit": str,
+    "payloads": list,
 }
 LEAST = {"minimum_cell": 0, "minimum_sites": 2, "max_epsilon": 0, "max_delta": 0, "min_noise": 0}
 
@@ -40,6 +42,7 @@ def test_without_settings_there_are_no_data_and_the_state_is_in_the_kit() -> Non
     for properties in ({}, {"data_root": "", "state_root": ""}):
         policy = Policy.from_properties(properties, kit=KIT)
         assert policy == Policy(data_root=None, state_root=KIT / "state", publish_scores=True, minimum_cell=10)
+        assert policy.payloads == PAYLOADS
 
 
 def test_a_relative_path_counts_from_the_kit() -> None:
@@ -85,6 +88,12 @@ def test_the_environment_goes_before_the_kit_where_it_says_something() -> None:
         ("min_noise", -0.1),
         ("privacy_unit", "person"),
         ("privacy_unit", ["image"]),
+        ("payloads", "update"),
+        ("payloads", None),
+        ("payloads", ["update", "scores"]),
+        ("payloads", ["Update"]),
+        ("payloads", ["update", 1]),
+        ("payloads", [["update"]]),
         ("data_root", None),
         ("data_root", ["/data"]),
         ("data_root", 7),
@@ -105,7 +114,7 @@ VALUES = (
     | st.integers(-3, 30)
     | st.floats()
     | st.text(max_size=3)
-    | st.lists(st.text())
+    | st.lists(st.text() | st.sampled_from(PAYLOADS))
 )
 
 
@@ -115,6 +124,8 @@ def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]
         if KINDS[name] is float:
             return type(value) in (int, float) and 0 <= value < math.inf
         if name == "privacy_unit" and value not in ("image", "patient", "site"):
+            return False
+        if name == "payloads" and (type(value) is not list or set(value) - set(PAYLOADS)):
             return False
         return type(value) is KINDS[name] and (name not in LEAST or value >= LEAST[name])
 
@@ -129,4 +140,5 @@ def test_any_settings_are_understood_whole_or_refused(properties: dict[str, Any]
     assert policy.secure_aggregation is properties.get("secure_aggregation", True)
     assert policy.minimum_sites == properties.get("minimum_sites", 3)
     assert policy.max_epsilon == properties.get("max_epsilon", 0.0)
+    assert policy.payloads == tuple(properties.get("payloads", PAYLOADS))
     assert (policy.budget is None) == (not policy.max_epsilon)

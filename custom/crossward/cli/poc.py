@@ -191,6 +191,7 @@ def run_on_flare(
             data_root=data / name if (data / name).is_dir() else data,
             state_root=out / "sites" / name,
             secure_aggregation=study.masking is not None,
+            max_delta=study.privacy.delta if study.privacy else SiteKit.max_delta,
             privacy_unit=study.privacy.unit if study.privacy else SiteKit.privacy_unit,
         )
         for name in cohort.sites

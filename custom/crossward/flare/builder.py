@@ -17,6 +17,7 @@ from nvflare.lighter.spec import Builder
 from crossward.federation.errors import BadInput
 from crossward.flare import names
 from crossward.privacy.dp.settings import UNITS
+from crossward.site.payloads import PAYLOADS
 
 STORAGE: Final = "storage"
 """Folder of the server's kit that keeps jobs and snapshots."""
@@ -36,6 +37,7 @@ PROPERTIES: Final[Mapping[str, Any]] = {
     "max_delta": 1e-5,
     "min_noise": 0.0,
     "privacy_unit": "patient",
+    "payloads": list(PAYLOADS),
 }
 """What a hospital's entry in project.yml may say about its scope, and what holds where it says nothing."""
 
@@ -197,6 +199,9 @@ def _properties(client: Participant) -> dict[str, Any]:
             raise BadInput(f"{client.name}: {key} '{value}' is not a number from 0, below {most:g}")
     if not isinstance(found["privacy_unit"], str) or found["privacy_unit"] not in UNITS:
         raise BadInput(f"{client.name}: privacy_unit is {', '.join(UNITS)}, not '{found['privacy_unit']}'")
+    kinds = found["payloads"]
+    if not isinstance(kinds, list) or any(kind not in PAYLOADS for kind in kinds):
+        raise BadInput(f"{client.name}: payloads is a list of {', '.join(PAYLOADS)}, not '{kinds}'")
     return found
 
 

@@ -23,6 +23,8 @@ from crossward.site.declaration import Declaration, items_of
 from crossward.site.journal import Journal
 from crossward.site.member import refusal_of
 from crossward.site.messages import OK
+from crossward.site.payloads import payloads_of
+from crossward.site.policy import Policy
 from crossward.site.study import Study
 from crossward.site.troubles import Refusal
 
@@ -83,8 +85,8 @@ class SiteGate(Filter):
         whitelist = self._whitelist(fl_ctx)
         answer = whitelist.rebuild(task, content, fl_ctx.get_prop(ASKED))
         policy = site_policy(fl_ctx)
-        if answer["code"] == OK and policy.secure_aggregation and not whitelist.masked:
-            raise PrivacyRefusal(f"{task}: the site's policy demands secure aggregation, and this job has none")
+        if answer["code"] == OK:
+            _hold_against(policy, whitelist, task)
         if "scores" in answer and not policy.publishes(answer["scores"]["n_test"] or 0):
             raise PrivacyRefusal(f"{task}: the site's policy keeps its scores")
         return _shareable(answer), answer
@@ -95,6 +97,17 @@ class SiteGate(Filter):
             self._declaration = Declaration(_study_of_job(fl_ctx))
             self._job = job
         return self._declaration
+
+
+def _hold_against(policy: Policy, whitelist: Declaration, task: str) -> None:
+    """Ask the policy once more, so that nothing of a weaker job leaves where the member failed to."""
+    if policy.secure_aggregation and not whitelist.masked:
+        raise PrivacyRefusal(f"{task}: the site's policy demands secure aggregation, and this job has none")
+    try:
+        policy.check_privacy(whitelist.privacy)
+        policy.check_payloads(payloads_of(whitelist.algebra, whitelist.privacy))
+    except Refusal as refusal:
+        raise PrivacyRefusal(f"{task}: the job is not within the site's policy: {refusal}") from refusal
 
 
 def _shareable(answer: messages.Message) -> Shareable:

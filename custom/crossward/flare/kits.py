@@ -55,6 +55,7 @@ class SiteKit:
         secure_aggregation: whether jobs must use it.
         minimum_sites: the fewest sites in a sum that the hospital is a part of.
         max_epsilon: the most that all jobs together may spend; 0: jobs need no differential privacy.
+        max_delta: the largest delta of a job.
         privacy_unit: whose presence jobs under differential privacy hide.
         org: the organisation in its certificate.
         gpus: GPUs that jobs may ask for.
@@ -68,6 +69,7 @@ class SiteKit:
     secure_aggregation: bool = True
     minimum_sites: int = 3
     max_epsilon: float = 0.0
+    max_delta: float = 1e-5
     privacy_unit: str = "patient"
     org: str = "crossward"
     gpus: int = 0
@@ -86,6 +88,7 @@ class SiteKit:
             "secure_aggregation": self.secure_aggregation,
             "minimum_sites": self.minimum_sites,
             "max_epsilon": self.max_epsilon,
+            "max_delta": self.max_delta,
             "privacy_unit": self.privacy_unit,
             "capacity": {"num_of_gpus": self.gpus, "mem_per_gpu_in_GiB": self.gpu_memory},
         }

@@ -101,12 +101,13 @@ def _simulated(name: str) -> Policy:
     data, state = os.environ.get(DATA_VARIABLE), os.environ.get(STATE_VARIABLE)
     if not state:
         raise Refusal(Code.POLICY)
-    # Whoever simulates sites has all their images, so there is nobody to keep their scores from.
+    # Whoever simulates sites has all their images: there is nobody to keep scores from, or to limit delta for.
     return Policy(
         data_root=Path(data) if data else None,
         state_root=Path(state) / "sites" / name,
         minimum_cell=1,
         secure_aggregation=False,
+        max_delta=1.0,
     )
 
 

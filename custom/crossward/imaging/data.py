@@ -57,7 +57,17 @@ class Split:
 
 @dataclass(frozen=True)
 class SiteData:
-    """One site; no patient is in two of its splits."""
+    """One site; no patient is in two of its splits.
+
+    Attributes:
+        name: of the site.
+        classes: label names; a label is an index into them.
+        train: images to train on.
+        val: to choose the best round with.
+        test: to score the deployed model on.
+        scanner: what they come from.
+        learned: what of the pictures' making was learned from all training images together; one line each.
+    """
 
     name: str
     classes: tuple[str, ...]
@@ -65,6 +75,7 @@ class SiteData:
     val: Split
     test: Split
     scanner: str
+    learned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -364,8 +375,10 @@ def _site_data(
         some = as_read.rows(listing.parts[rows] == number)
         return replace(some, images=for_model(some.images, channels))
 
-    train = part(TRAIN)
-    if isinstance(listing, PreparedListing):
-        train = replace(train, style=listing.style(rows[listing.parts[rows] == TRAIN]))
-
-    return SiteData(name=listing.site, classes=classes, train=train, val=part(VAL), test=part(TEST), scanner=scanner)
+    site = SiteData(
+        name=listing.site, classes=classes, train=part(TRAIN), val=part(VAL), test=part(TEST), scanner=scanner
+    )
+    if not isinstance(listing, PreparedListing):
+        return site
+    styled = replace(site.train, style=listing.style(rows[listing.parts[rows] == TRAIN]))
+    return replace(site, train=styled, learned=listing.learned)

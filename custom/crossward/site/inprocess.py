@@ -224,12 +224,15 @@ class Run:
             "privacy": {
                 "secagg": False,
                 "dp": study.privacy_facts(),
-                "epsilon": {name: facts["epsilon"] for name, facts in sites.items()},
+                "epsilon": self._spent(),
             },
             "warnings": list(cohort.warnings),
             "versions": versions(),
             "seconds": time.monotonic() - began,
         }
+
+    def _spent(self) -> dict[str, float | None]:
+        return {name: participant.spent for name, participant in self._participants.items()}
 
     def _accuracies(self, pool: ThreadPoolExecutor, names: list[str]) -> list[list[float | None]]:
         """Score every site's deployed model on every site's test images: only where all data are in one place."""

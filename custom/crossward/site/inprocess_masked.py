@@ -109,8 +109,10 @@ class MaskedInProcess(Run):
         summed: dict[str, Any] = {"n": images, "accuracy": correct / images if images else None}
         if images:
             summed["interval"] = wilson_interval(max(0, min(round(correct), round(images))), round(images))
+        # Once more, as what was told of the test images is in it now.
+        paid = {"epsilon": self._spent()}
         protected = {"secagg": True, "test": summed, "differences": over_rounds(result["rounds"])}
-        return {**result, "privacy": {**result["privacy"], **protected}}
+        return {**result, "privacy": {**result["privacy"], **paid, **protected}}
 
     def _exchange(
         self,

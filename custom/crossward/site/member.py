@@ -27,6 +27,8 @@ from crossward.federation.names import check_site_name
 from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
+from crossward.privacy.dp.accounting import Unpriceable
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.ledger import BudgetSpent, OtherUnit
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
@@ -38,8 +40,9 @@ from crossward.site.devices import Device
 from crossward.site.evidence import Evidence, Witness
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Message
 from crossward.site.participant import Participant
+from crossward.site.payloads import payloads_of
 from crossward.site.policy import Policy
-from crossward.site.protection import Book, LedgerRefused, NotPrivate, certified_ledger
+from crossward.site.protection import Book, LearnedPictures, LedgerRefused, NotPrivate, Protection, certified_ledger
 from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study
@@ -137,17 +140,21 @@ class Member:
             payload = messages.unpack_payload(message)
             participant.receive(self._release.restore(payload) if self._release else payload)
         facts = participant.finish(best)
-        write_json(
-            self._policy.run_folder(self._run) / "result.json",
-            {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best, **facts},
-        )
-        answer: Message = {"round": best}
-        published = self._policy.publishes(facts["n_test"]) and facts["accuracy"] is not None
+        try:
+            return {"round": best, **self._told(participant, facts)}
+        finally:
+            # The site has its own result whatever may be told of it, with what that cost.
+            own = {"site": self.name, "run": self._run, "method": participant.method.name, "best_round": best}
+            path = self._policy.run_folder(self._run) / "result.json"
+            write_json(path, {**own, **facts, "epsilon": participant.spent})
+
+    def _told(self, participant: Participant, facts: Mapping[str, Any]) -> Message:
+        """What the answer to the last task says of the test images; under masks it is kept for a sum."""
+        published = self._policy.publishes(participant.tested_on) and facts["accuracy"] is not None
         if self._release is not None:
             self._release.tested(*(participant.tested(facts) if published else (0.0, 0.0)))
-        elif published:
-            answer["scores"] = _published(participant, facts)
-        return answer
+            return {}
+        return {"scores": _published(participant, facts)} if published else {}
 
     def _admitted(self, message: Mapping[str, Any]) -> Participant:
         """This site's participant in the run, made with the first task: checks come before data are read."""
@@ -158,6 +165,7 @@ class Member:
             return self._participant
         self._policy.check_masking(study.masking)
         self._policy.check_privacy(study.privacy)
+        self._policy.check_payloads(payloads_of(study.method.algebra(study.task, study.model()), study.privacy))
         credentials = self._certified() if study.masking or study.privacy else None
         folder = self._policy.run_folder(run)
         self._take_lock()
@@ -172,6 +180,7 @@ class Member:
         participant = study.participant(cohort.sites[self.name], folder, device=Device.best(), book=book)
         if participant.protection is not None:
             self._policy.check_worked_out(participant.protection.noise)
+            self._check_planned(participant.protection)
         self._participant, self._run = participant, run
         if study.masking is not None and credentials is not None:
             self._release = Release(
@@ -186,6 +195,13 @@ class Member:
             )
             self._release.tasks = Witness(self.name, Evidence(folder)).over(self._release.tasks)
         return self._participant
+
+    def _check_planned(self, protection: Protection) -> None:
+        try:
+            protection.check_planned()
+        except BudgetSpent as error:
+            # Only the rule: what other jobs spent is not this one's to know.
+            raise Refusal(Code.LONG_RUN, allowed=self._policy.max_epsilon) from error
 
     def _book(self, run: str, credentials: Credentials) -> Book:
         """The ledger of the site's images, for all jobs."""
@@ -267,11 +283,13 @@ def _code_of(error: BaseException) -> Code:
 _CODES: tuple[tuple[tuple[type[BaseException], ...], Code], ...] = (
     ((OtherStudy,), Code.OTHER_VAULT),
     ((MemoryError, torch.OutOfMemoryError), Code.MEMORY),
-    ((SiteFailure,), Code.DIVERGED),
+    ((SiteFailure, NotFinite), Code.DIVERGED),
     ((AlreadyUsed,), Code.MASKED_BEFORE),
     ((LedgerRefused,), Code.LEDGER),
     ((OtherUnit,), Code.OTHER_UNIT),
+    ((Unpriceable,), Code.NO_PRICE),
     ((NotPrivate,), Code.NOT_PRIVATE),
+    ((LearnedPictures,), Code.LEARNED_PICTURES),
     ((Blamed, Malformed, OutOfTurn, Untrusted), Code.NOT_MASKED),
     ((PrivacyRefusal,), Code.BAD_TASK),
     ((StorageFailure, OSError), Code.STORAGE),

@@ -200,10 +200,20 @@ class Participant:
             "n_test": len(self.data.test),
             "scanner": self.data.scanner,
             "personal": tensors_digest({name: received[name] for name in own}) if own else None,
-            "epsilon": self.protection.spent() if self.protection else None,
             **self._score(self._model, best_round),
             "as_received": as_received,
         }
+
+    @property
+    def spent(self) -> float | None:
+        """Epsilon of this run so far; none without differential privacy."""
+        return self.protection.spent() if self.protection is not None else None
+
+    @property
+    def tested_on(self) -> int:
+        """How many test images the site tells others of; under differential privacy how many patients, or none."""
+        test = self.data.test
+        return self.protection.units_in(test) if self.protection is not None else len(test)
 
     def tested(self, facts: Mapping[str, Any]) -> tuple[float, float]:
         """How many test images there are and how many the deployed model gets right, as may be told to others.

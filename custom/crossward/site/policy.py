@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from crossward.privacy.dp.accounting import Budget
 from crossward.privacy.dp.settings import UNITS, Privacy
 from crossward.privacy.secagg.settings import Settings
+from crossward.site.payloads import PAYLOADS
 from crossward.site.troubles import Code, Refusal
 
 _KINDS: dict[str, type] = {
@@ -24,6 +25,7 @@ _KINDS: dict[str, type] = {
     "max_delta": float,
     "min_noise": float,
     "privacy_unit": str,
+    "payloads": list,
 }
 _PATHS = ("data_root", "state_root")
 
@@ -36,7 +38,7 @@ class Policy:
         data_root: folder with this site's images; None where the administrator has not named one.
         state_root: where vault, outbox and journal are kept, outside FLARE's run folders.
         publish_scores: whether the server gets this site's scores on its test images.
-        minimum_cell: scores on fewer test images than this are not published.
+        minimum_cell: scores on fewer test images (patients, under differential privacy) than this are not published.
         secure_aggregation: whether a job must use it; no job can turn it off then.
         minimum_sites: the fewest sites in a sum that this site is a part of.
         max_epsilon: of all jobs together; a job must use differential privacy where this is above 0, and no job can
@@ -45,6 +47,7 @@ class Policy:
         min_noise: of a step of training, named by a job or worked out here from its epsilon; a job must use
             differential privacy where this is above 0.
         privacy_unit: whose presence a job under differential privacy hides: an image's, a patient's or the site's.
+        payloads: kinds of what may leave the site, in the open or under masks.
     """
 
     data_root: Path | None
@@ -57,6 +60,7 @@ class Policy:
     max_delta: float = 1e-5
     min_noise: float = 0.0
     privacy_unit: str = "patient"
+    payloads: tuple[str, ...] = PAYLOADS
 
     @property
     def budget(self) -> Budget | None:
@@ -89,11 +93,15 @@ class Policy:
             raise Refusal(Code.POLICY)
         if properties.get("privacy_unit", "patient") not in UNITS:
             raise Refusal(Code.POLICY)
+        payloads = properties.get("payloads", PAYLOADS)
+        if any(kind not in PAYLOADS for kind in payloads):
+            raise Refusal(Code.POLICY)
         named = data or properties.get("data_root") or None
         return cls(
             data_root=kit / named if named else None,
             state_root=kit / (state or properties.get("state_root") or "state"),
-            **{name: value for name, value in properties.items() if name not in _PATHS},
+            **{name: value for name, value in properties.items() if name not in (*_PATHS, "payloads")},
+            payloads=tuple(payloads),
         )
 
     def check_masking(self, masking: Settings | None) -> None:
@@ -125,10 +133,19 @@ class Policy:
             raise Refusal(Code.OTHER_UNIT)
         if self.max_epsilon and privacy.epsilon is not None and privacy.epsilon > self.max_epsilon:
             raise Refusal(Code.WEAK_PRIVACY, epsilon=privacy.epsilon, allowed=self.max_epsilon)
-        if self.max_epsilon and privacy.delta > self.max_delta:
+        if privacy.delta > self.max_delta:
             raise Refusal(Code.LARGE_DELTA, delta=privacy.delta, allowed=self.max_delta)
         if privacy.noise is not None:
             self._check_noise(privacy.noise)
+
+    def check_payloads(self, needed: Collection[str]) -> None:
+        """Hold what a job lets out against what may leave this site.
+
+        Raises:
+            Refusal: the site keeps some of it.
+        """
+        if not set(needed) <= set(self.payloads):
+            raise Refusal(Code.KEPT_PAYLOAD)
 
     def check_worked_out(self, noise: float) -> None:
         """Hold noise that follows from a job's epsilon and the number of patients against what this site demands.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.federation.storage import atomic_file, private_folder
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Context, Method, Model
-from crossward.privacy.dp.accounting import Budget, Part, Spending
-from crossward.privacy.dp.ledger import BudgetSpent, Ledger, OtherUnit, check_budget, key_of
+from crossward.privacy.dp.accounting import Budget, Part, Spending, Unpriceable
+from crossward.privacy.dp.ledger import BudgetSpent, Ledger, OtherUnit, check_budget, check_unit, key_of
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
@@ -35,6 +36,10 @@ class LedgerRefused(PrivacyRefusal):
 
 class NotPrivate(PrivacyRefusal):
     """The study cannot be trained image by image."""
+
+
+class LearnedPictures(PrivacyRefusal):
+    """The site's pictures depend on all its training images, so that nobody's part in them has a limit."""
 
 
 NO_LIMIT = 1e6
@@ -123,6 +128,10 @@ class Protection(ABC):
         self._split = _split_of(data)
 
     @abstractmethod
+    def planned(self) -> dict[str, Spending]:
+        """What the whole run will spend, where nothing goes wrong."""
+
+    @abstractmethod
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         """Train a round; what it costs is on disk before an image is looked at. Gives the tally.
 
@@ -147,6 +156,10 @@ class Protection(ABC):
         """
 
     @abstractmethod
+    def units_in(self, split: Split) -> int:
+        """How many units a part has, as may be told to others."""
+
+    @abstractmethod
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """How many units a part has, and of how many the model is right.
 
@@ -159,14 +172,33 @@ class Protection(ABC):
 
     def spent(self) -> float:
         """Epsilon of this run so far, with what crashes wasted."""
-        return self._book.ledger.spent(delta=self._privacy.delta, run=self._book.run)
+        with _the_ledgers_own():
+            return self._book.ledger.spent(delta=self._privacy.delta, run=self._book.run)
 
-    def _reserve(self, round_number: int, spendings: Mapping[str, Spending]) -> None:
-        """Write down what is about to be spent: within what the run may, and what the site lets all runs together."""
-        book, delta = self._book, self._privacy.delta
-        entries = [
+    def check_planned(self) -> None:
+        """Hold the run as a whole against what the site lets all runs together spend, before any of it is spent.
+
+        A run that has begun is held against it round by round: what a crash wasted does not end it here.
+
+        Raises:
+            BudgetSpent: it would pass the site's budget before its last round.
+            OtherUnit: the ledger counts another unit.
+            LedgerRefused: the ledger does not hold.
+        """
+        book = self._book
+        with _the_ledgers_own():
+            before = book.ledger.entries()
+            if any(entry.run == book.run for entry in before):
+                return
+            entries = self._entries(1, self.planned())
+            check_unit(before, entries, site=self._data.name)
+            if book.budget is not None:
+                check_budget(before, entries, budget=book.budget, site=self._data.name)
+
+    def _entries(self, round_number: int, spendings: Mapping[str, Spending]) -> list[Entry]:
+        return [
             Entry(
-                run=book.run,
+                run=self._book.run,
                 round=round_number,
                 what=what,
                 spending=spending,
@@ -175,13 +207,14 @@ class Protection(ABC):
             )
             for what, spending in spendings.items()
         ]
-        try:
+
+    def _reserve(self, round_number: int, spendings: Mapping[str, Spending]) -> None:
+        """Write down what is about to be spent: within what the run may, and what the site lets all runs together."""
+        book, delta = self._book, self._privacy.delta
+        entries = self._entries(round_number, spendings)
+        with _the_ledgers_own():
             self._check_own(entries)
             book.ledger.reserve(entries, budget=book.budget or Budget(NO_LIMIT, delta))
-        except (BudgetSpent, OtherUnit):
-            raise
-        except PrivacyRefusal as refusal:
-            raise LedgerRefused(str(refusal)) from refusal
 
     def _check_own(self, entries: Sequence[Entry]) -> None:
         if self._privacy.epsilon is None:
@@ -189,6 +222,17 @@ class Protection(ABC):
         own, run = Budget(self._privacy.epsilon, self._privacy.delta), self._book.run
         before = [entry for entry in self._book.ledger.entries() if entry.run == run]
         check_budget(before, entries, budget=own, site=self._data.name)
+
+
+@contextmanager
+def _the_ledgers_own() -> Iterator[None]:
+    """What is refused for the ledger's own sake, and not for what is asked of it, has a name of its own."""
+    try:
+        yield
+    except (BudgetSpent, OtherUnit, Unpriceable):
+        raise
+    except PrivacyRefusal as refusal:
+        raise LedgerRefused(str(refusal)) from refusal
 
 
 def _split_of(data: SiteData) -> str:

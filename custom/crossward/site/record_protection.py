@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,12 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.release import noisy_sums
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.settings import Privacy
 from crossward.site.private_trainer import check_training, train_privately
-from crossward.site.protection import NotPrivate, Protection
+from crossward.site.protection import LearnedPictures, NotPrivate, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training
 
 
@@ -75,6 +77,12 @@ class RecordProtection(Protection):
 
     def __init__(self, data: SiteData, privacy: Privacy, training: Training, **options: Any) -> None:
         super().__init__(data, privacy, training, **options)
+        if data.learned:
+            raise LearnedPictures(
+                f"{data.name}: site.yaml lets pictures depend on all training images together, so that one patient "
+                f"more would change every one of them: {'; '.join(data.learned)}. Give 'nyul' its scale and every step "
+                "of 'augment' its most, take 'percentile' instead of 'histogram', and run crossward data prepare again"
+            )
         self.units = len(set(data.train.patients)) if privacy.unit == "patient" else len(data.train)
         self.prices = prices_of(privacy, training, units=self.units, rounds=self._rounds, releases=self._releases)
         self.noise = self.prices.step
@@ -86,32 +94,40 @@ class RecordProtection(Protection):
         )
         self._checked = False
 
+    def planned(self) -> dict[str, Spending]:
+        prices, rounds = self.prices, self._rounds
+        spent = {"steps": Spending(prices.step, prices.rate, rounds * prices.steps)}
+        if prices.release is not None:
+            spent["release"] = Spending(prices.release, 1.0, rounds)
+        if len(self._data.val):
+            spent["val counts"] = Spending(prices.validation, 1.0, rounds, part="val")
+        return {**spent, "test counts": Spending(prices.test, 1.0, 1, part="test")}
+
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         clip, prices = self._privacy.clip, self.prices
         if not self._checked:
-            try:
+            with _the_jobs_own():
                 check_training(model, method, self._data.train, context, clip=clip, device=self._device)
-            except PrivacyRefusal as refusal:
-                raise NotPrivate(str(refusal)) from refusal
             self._checked = True
         spent = {"steps": Spending(prices.step, prices.rate, prices.steps)}
         if prices.release is not None:
             spent["release"] = Spending(prices.release, 1.0, 1)
         self._reserve(context.round_number, spent)
-        return train_privately(
-            model,
-            method,
-            self._data.train,
-            context,
-            training=self._training,
-            sampler=self._sampler,
-            source=self._source,
-            steps=prices.steps,
-            noise=prices.step,
-            clip=clip,
-            expected=prices.rate * self.units,
-            device=self._device,
-        )
+        with _the_jobs_own():
+            return train_privately(
+                model,
+                method,
+                self._data.train,
+                context,
+                training=self._training,
+                sampler=self._sampler,
+                source=self._source,
+                steps=prices.steps,
+                noise=prices.step,
+                clip=clip,
+                expected=prices.rate * self.units,
+                device=self._device,
+            )
 
     def extras(self, model: Model, method: Method, context: Context) -> Tensors:
         if self.prices.release is None:
@@ -126,7 +142,7 @@ class RecordProtection(Protection):
                 batch = Batch(self._device.images(split.images[rows]), split.labels[rows].to(self._device.kind))
                 yield method.private_parts(model, batch, context), weights[rows].to(self._device.kind)
 
-        with torch.inference_mode(), self._device.autocast():
+        with _the_jobs_own(), torch.inference_mode(), self._device.autocast():
             sums = noisy_sums(parts(), noise=self.prices.release, source=self._source)
             extras = method.extras_of(sums, context)
         return {name: tensor.float().cpu().clone() for name, tensor in extras.items()}
@@ -138,20 +154,38 @@ class RecordProtection(Protection):
         del payload, personal
         return dict(update)
 
+    def units_in(self, split: Split) -> int:
+        return len(set(_owners(split, self._privacy)))
+
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """With noise; of a patient with several images each is a part."""
-        weights = _weights(split, self._privacy)
-        units, noise = float(weights.sum()), self.prices.validation if part == "val" else self.prices.test
+        units, noise = float(self.units_in(split)), self.prices.validation if part == "val" else self.prices.test
         if not units:
             return 0.0, 0.0
         self._reserve(round_number, {f"{part} counts": Spending(noise, 1.0, 1, part=part)})
-        noisy = (weights * right.double()).sum().reshape(1)
+        noisy = (_weights(split, self._privacy) * right.double()).sum().reshape(1)
         self._source.add_to([noisy], scale=noise)
-        return float(round(units)), float(noisy.clamp(0.0, units))
+        return units, float(noisy.clamp(0.0, units))
+
+
+@contextmanager
+def _the_jobs_own() -> Iterator[None]:
+    """What cannot be told apart by image is the job's fault; numbers that are not finite are training's."""
+    try:
+        yield
+    except NotFinite:
+        raise
+    except PrivacyRefusal as refusal:
+        raise NotPrivate(str(refusal)) from refusal
+
+
+def _owners(split: Split, privacy: Privacy) -> tuple[str, ...]:
+    """The unit that each image belongs to."""
+    return split.patients if privacy.unit == "patient" else split.ids
 
 
 def _weights(split: Split, privacy: Privacy) -> Tensor:
     """What every image counts: with patients as units, one over the number of its patient's images."""
-    images = Counter(split.patients if privacy.unit == "patient" else split.ids)
-    owners = split.patients if privacy.unit == "patient" else split.ids
+    owners = _owners(split, privacy)
+    images = Counter(owners)
     return torch.tensor([1 / images[owner] for owner in owners], dtype=torch.float64)

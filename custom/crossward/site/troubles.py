@@ -65,6 +65,10 @@ class Code(IntEnum):
     NOT_PRIVATE = 61
     OTHER_UNIT = 62
     LARGE_EPSILON = 63
+    LEARNED_PICTURES = 64
+    LONG_RUN = 65
+    NO_PRICE = 66
+    KEPT_PAYLOAD = 67
     LEFT_JOB = 68
 
 
@@ -214,14 +218,37 @@ _WORDS: dict[Code, _Words] = {
     ),
     Code.OTHER_UNIT: _Words(
         "the job hides another unit (image, patient or site) than the site's policy wants or its ledger counts",
-        "Export the job with another --dp-unit; the rule is privacy_unit in the site's local/privacy.json, and units "
-        "that were spent before show with: crossward ledger show",
+        "Export the job with the --dp-unit that the site's ledger counts (at the site: crossward ledger show); "
+        "the rule is privacy_unit in the site's local/privacy.json. Where the two differ, the site's privacy officer "
+        "decides",
     ),
     Code.LARGE_EPSILON: _Words(
         "with the job's epsilon there would be less noise in a step of training than the site's policy wants, which is "
         "{allowed:g} times the clip",
         "Export the job with a smaller --dp; the rule is min_noise in the site's local/privacy.json",
         ("allowed",),
+    ),
+    Code.LEARNED_PICTURES: _Words(
+        "the site's site.yaml lets its pictures, or how they are varied in training, depend on all its images together",
+        "At the site: give nyul its scale and every step of augment its most, take percentile instead of histogram, "
+        f"and run crossward data prepare again. {_SITE_LOG}",
+    ),
+    Code.LONG_RUN: _Words(
+        "all planned rounds, with what earlier jobs spent, would take what is told of the site's patients past epsilon "
+        "{allowed:g}, which is the most for all jobs together",
+        "Export the job with fewer rounds, a smaller --dp or a larger --dp-noise; the rule is max_epsilon in the "
+        "site's local/privacy.json. At the site: crossward ledger show",
+        ("allowed",),
+    ),
+    Code.NO_PRICE: _Words(
+        "what the job would cost of the patients' privacy cannot be worked out at the site, or no noise is enough",
+        f"Export the job with a larger --dp or --dp-noise, fewer rounds, and the usual --dp-delta. {_SITE_LOG}",
+    ),
+    Code.KEPT_PAYLOAD: _Words(
+        "the job needs a kind of payload (update, personal, prototypes or counts) that the site's policy does not let "
+        "out",
+        "Export the job with a method that does without it (crossward methods says what each sends); the rule is "
+        "payloads in the site's local/privacy.json",
     ),
     Code.LEFT_JOB: _Words(
         "the site has left the job: three times the server asked for a step of secure aggregation that was out of turn "

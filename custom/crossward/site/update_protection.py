@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from crossward.federation.contract import CORRECT, LOSS, SAMPLES, SEEN, Payload, Tensors, Vector
-from crossward.federation.errors import PrivacyRefusal
 from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.settings import Privacy
 from crossward.site.protection import Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
@@ -35,6 +35,9 @@ class UpdateProtection(Protection):
         self.noise = privacy.noise or calibrate(
             epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=self._rounds
         )
+
+    def planned(self) -> dict[str, Spending]:
+        return {"update": Spending(self.noise, 1.0, self._rounds)}
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         self._reserve(context.round_number, {"update": Spending(self.noise, 1.0, 1)})
@@ -63,7 +66,7 @@ class UpdateProtection(Protection):
         moved = {name: value - payload.tensors[name] if name in personal else value for name, value in update.items()}
         norm = math.hypot(*(float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in moved.values()))
         if not math.isfinite(norm):
-            raise PrivacyRefusal(
+            raise NotFinite(
                 f"{self._data.name}: the update has values that are not finite numbers; nothing was released. "
                 "Lower the learning rate, or repair the site's images"
             )
@@ -71,6 +74,11 @@ class UpdateProtection(Protection):
         clipped = {name: value * scale for name, value in moved.items()}
         self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(self._shares))
         return {name: value + payload.tensors[name] if name in personal else value for name, value in clipped.items()}
+
+    def units_in(self, split: Split) -> int:
+        """None: how many images a site has is a part of what is hidden."""
+        del split
+        return 0
 
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """Nothing: of one site's images no count can be told."""

@@ -6,7 +6,7 @@ of a study.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from crossward.imaging.refusals import Reason
 from crossward.imaging.rules.config import read_site_rules
 from crossward.imaging.rules.site import DEFAULT_DOMAIN, SITE_FILE, SiteRules, Step
 from crossward.imaging.splits import Listing, Progress
+from crossward.imaging.transforms.pipeline import learning
 from crossward.imaging.transforms.statistics import DomainStatistics
+from crossward.imaging.transforms.style import learning as ranging
 from crossward.imaging.transforms.style import style
 
 
@@ -119,12 +121,14 @@ class PreparedListing(Listing):
         domains: the scanner's domain of each.
         styles: scanner-style augmentation by domain, as far as it is asked for.
         phantom: whether the images are made up.
+        learned: what of their making was learned from all training images of a domain together; one line each.
     """
 
     stored: StoredImages
     domains: tuple[str, ...]
     styles: Mapping[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]]
     phantom: bool
+    learned: tuple[str, ...]
 
     @property
     def scanner(self) -> str:
@@ -194,7 +198,14 @@ def listing(folder: Path, site: str, *, size: int | None, channels: int | None) 
             for domain, statistics in manifest.styles.items()
         },
         phantom=manifest.phantom,
+        learned=tuple(line for domain in sorted(set(domains)) for line in _learned(rules, domain)),
     )
+
+
+def _learned(rules: SiteRules, domain: str) -> Iterator[str]:
+    """From the rules, as the pictures were made by none but these."""
+    yield from (f"domain {domain}: '{name}'" for name in learning(rules.steps(domain)))
+    yield from (f"domain {domain}: the range of '{name}' in augment" for name in ranging(augmentation(rules, domain)))
 
 
 def _cache_for(rules: SiteRules, *, size: int | None, channels: int | None) -> Path:

@@ -71,6 +71,12 @@ def check_steps(steps: Sequence[Step]) -> None:
     _plan(steps)
 
 
+def learning(steps: Sequence[Step]) -> tuple[str, ...]:
+    """The steps that learn from a domain's training images: every picture of it then depends on all of those."""
+    _, learns = _split(_plan(steps))
+    return () if learns is None else (learns[0],)
+
+
 def digest(steps: Sequence[Step], fitted: Fitted | None, size: int, channels: int) -> str:
     """A hash of everything that decides the picture: the same for steps that say the same in other words."""
     content = [VERSION, _complete(steps, fitted), size, channels]

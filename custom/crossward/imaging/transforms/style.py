@@ -120,6 +120,11 @@ def check_style(step: Step) -> None:
     _settled(step)
 
 
+def learning(steps: Sequence[Step]) -> tuple[str, ...]:
+    """The steps whose range comes from a domain's training pictures, and not from ``most``."""
+    return tuple(step.name for step in steps if _settled(step)["most"] is None)
+
+
 def ranges(statistics: DomainStatistics, steps: Sequence[Step]) -> dict[str, float]:
     """How far each step goes for a domain: a standard deviation (of noise, blur in pixels, field), or log of gamma."""
     return {name: most for name, most, _ in _plan(statistics, steps)}

@@ -30,6 +30,10 @@ _MOST_POINTS = 4_000_000  # of a convolution: seconds, and some hundred MB
 _FINENESS = 1000  # steps of a calibrated noise multiplier in 1
 
 
+class Unpriceable(PrivacyRefusal):
+    """What something costs cannot be worked out, or no noise is enough for it; then nothing may be spent."""
+
+
 @dataclass(frozen=True)
 class Spending:
     """Steps that cost privacy.
@@ -48,15 +52,13 @@ class Spending:
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise < math.inf:
-            raise PrivacyRefusal(
-                f"a noise multiplier of {self.noise} cannot be accounted for; it is finite, not negative"
-            )
+            raise Unpriceable(f"a noise multiplier of {self.noise} cannot be accounted for; it is finite, not negative")
         if not 0 < self.rate <= 1:
-            raise PrivacyRefusal(f"a sampling rate of {self.rate} cannot be accounted for; it is above 0 and at most 1")
+            raise Unpriceable(f"a sampling rate of {self.rate} cannot be accounted for; it is above 0 and at most 1")
         if type(self.steps) is not int or self.steps < 0:
-            raise PrivacyRefusal(f"{self.steps} steps cannot be accounted for; it is a whole number, not negative")
+            raise Unpriceable(f"{self.steps} steps cannot be accounted for; it is a whole number, not negative")
         if self.part not in get_args(Part):
-            raise PrivacyRefusal(f"no part of the data is called '{self.part}'; there are {', '.join(get_args(Part))}")
+            raise Unpriceable(f"no part of the data is called '{self.part}'; there are {', '.join(get_args(Part))}")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon < math.inf:
-            raise PrivacyRefusal(f"a privacy budget of epsilon {self.epsilon} is none; it is finite and above 0")
+            raise Unpriceable(f"a privacy budget of epsilon {self.epsilon} is none; it is finite and above 0")
         _check_delta(self.delta)
 
 
@@ -88,7 +90,7 @@ def epsilon(spendings: Sequence[Spending], *, delta: float) -> float:
         delta: the chance that is not covered.
 
     Raises:
-        PrivacyRefusal: it cannot be worked out; then nothing may be spent.
+        Unpriceable: it cannot be worked out; then nothing may be spent.
     """
     _check_delta(delta)
     return _worst(_cost, spendings, delta)
@@ -100,7 +102,7 @@ def stays_within(spendings: Sequence[Spending], budget: Budget) -> bool:
     What the tight bound could not be worked out for does not stay within either, as nobody could say what is spent.
 
     Raises:
-        PrivacyRefusal: it cannot be worked out; then nothing may be spent.
+        Unpriceable: it cannot be worked out; then nothing may be spent.
     """
     # Not "greater than": an answer that is no number must not pass.
     return any(_worst(bound, spendings, budget.delta) <= budget.epsilon for bound in (_quick, _cost))
@@ -117,7 +119,7 @@ def calibrate(*, epsilon: float, delta: float, rate: float, steps: int, releases
         releases: what is spent besides.
 
     Raises:
-        PrivacyRefusal: no noise is enough.
+        Unpriceable: no noise is enough.
     """
     return _calibrated(Budget(epsilon, delta), rate, steps, tuple(releases))
 
@@ -126,7 +128,7 @@ def calibrate(*, epsilon: float, delta: float, rate: float, steps: int, releases
 def _calibrated(budget: Budget, rate: float, steps: int, releases: tuple[Spending, ...]) -> float:
     epsilon, delta = budget.epsilon, budget.delta
     if steps < 1:
-        raise PrivacyRefusal(f"noise cannot be worked out for {steps} steps; a private run has at least one")
+        raise Unpriceable(f"noise cannot be worked out for {steps} steps; a private run has at least one")
 
     def price(bound: Callable[[_Kinds, float], float], thousandths: int) -> float:
         return _worst(bound, [Spending(thousandths / _FINENESS, rate, steps), *releases], delta)
@@ -136,14 +138,14 @@ def _calibrated(budget: Budget, rate: float, steps: int, releases: tuple[Spendin
 
     alone = _worst(_cost, releases, delta)
     if alone > epsilon:
-        raise PrivacyRefusal(
+        raise Unpriceable(
             f"the {len(releases)} releases alone cost epsilon {alone:.2f} of {epsilon:g} at delta {delta:g}; "
             "give them more noise, or allow a larger epsilon"
         )
     # The quick bound is never below the tight one: where it finds an answer, the tight one is close below.
     enough = _doubled(lambda noise: fits(_rdp, noise)) or _doubled(lambda noise: fits(_cost, noise))
     if enough is None:
-        raise PrivacyRefusal(
+        raise Unpriceable(
             f"beside {len(releases)} releases, which cost {alone:.2f}, no noise keeps {steps} steps within epsilon "
             f"{epsilon:g} at delta {delta:g}; allow a larger epsilon, or give the releases more noise"
         )
@@ -186,7 +188,7 @@ def _smallest(price: Callable[[int], float], limit: float, below: int, above: in
 
 def _check_delta(delta: float) -> None:
     if not _SMALLEST_DELTA <= delta <= _LARGEST_DELTA:
-        raise PrivacyRefusal(
+        raise Unpriceable(
             f"a delta of {delta:g} cannot be accounted for; it is from {_SMALLEST_DELTA:g} to {_LARGEST_DELTA:g}"
         )
 
@@ -295,15 +297,15 @@ def _step_of_grid(kinds: _Kinds, delta: float) -> float:
     width = 2 * (_rdp(kinds, delta / 4000) + 3) * math.sqrt(steps * math.log(12_000 / delta) / 2)
     least = width / _MOST_POINTS
     if least > _COARSEST_ERROR:
-        raise PrivacyRefusal(
+        raise Unpriceable(
             f"the privacy cost of {steps} steps is too much to work out, so that they cannot be allowed; ask for fewer"
         )
     return least
 
 
-def _no_figure(kinds: _Kinds) -> PrivacyRefusal:
+def _no_figure(kinds: _Kinds) -> Unpriceable:
     listed = "; ".join(f"{steps} steps, noise {noise:g}, rate {rate:g}" for noise, rate, steps in kinds[:4])
-    return PrivacyRefusal(
+    return Unpriceable(
         f"the privacy cost could not be worked out, so that nothing may be spent ({listed}). Use more noise or fewer "
         "steps; figures far outside of the usual range are the likely cause"
     )

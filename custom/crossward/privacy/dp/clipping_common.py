@@ -19,6 +19,10 @@ class UnknownLayer(PrivacyRefusal):
     """A model has parameters that the fast way does not know, and Opacus may."""
 
 
+class NotFinite(PrivacyRefusal):
+    """Training gave numbers that are not finite, and cannot be clipped."""
+
+
 @dataclass(frozen=True)
 class Clipped:
     """What is known of a step's samples; none of it may leave the site.
@@ -69,7 +73,7 @@ def check_clippable(model: nn.Module, clip: float) -> None:
 def check_finite(values: Tensor, what: str) -> None:
     """Refuse a step with numbers that cannot be clipped."""
     if not torch.isfinite(values).all():
-        raise PrivacyRefusal(
+        raise NotFinite(
             f"the {what} of an image is not a finite number, and cannot be clipped; nothing was released. "
             "Lower the learning rate, or repair the site's images"
         )

@@ -148,12 +148,7 @@ class Ledger:
         with self._held(writing=True):
             state = self._checked()
             before = _entries(state.lines)
-            units = list(dict.fromkeys(each.unit for each in (*before, *entries)))
-            if len(units) > 1:
-                raise OtherUnit(
-                    f"the privacy ledger of {self._name} counts what hides a {units[0]}, and this hides a {units[-1]}: "
-                    "the two cannot be added up. Use the same unit, or let the site keep another state and ledger"
-                )
+            check_unit(before, entries, site=self._name)
             check_budget(before, entries, budget=budget, site=self._name)
             self._write(state, entries, budget)
 
@@ -248,6 +243,21 @@ def cost(entries: Sequence[Entry], *, delta: float) -> float:
     each of them, and everything adds up.
     """
     return epsilon(_spendings(entries), delta=delta)
+
+
+def check_unit(before: Sequence[Entry], asked: Sequence[Entry], *, site: str) -> None:
+    """Hold what is asked for against the unit that a ledger counts.
+
+    Raises:
+        OtherUnit: it hides another one.
+    """
+    units = list(dict.fromkeys(each.unit for each in (*before, *asked)))
+    if len(units) > 1:
+        # No word of another ledger: it would begin at nothing spent, of the same patients.
+        raise OtherUnit(
+            f"the privacy ledger of {site} counts what hides a {units[0]}, and this hides a {units[-1]}: the two "
+            f"cannot be added up. Use --dp-unit {units[0]}; anything else is for the site's privacy officer to decide"
+        )
 
 
 def check_budget(before: Sequence[Entry], asked: Sequence[Entry], *, budget: Budget, site: str) -> None:

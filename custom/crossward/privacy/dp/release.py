@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crossward.federation.errors import PrivacyRefusal
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.noise import NoiseSource
 
 CUT_BITS = 22
@@ -68,7 +69,7 @@ def _bounded(batch: Mapping[str, Tensor], weights: Tensor, grid: float) -> dict[
         raise _refused("a weight is not from 0 to 1")
     exact = {name: part.double() for name, part in batch.items()}
     if not all(torch.isfinite(part).all() for part in exact.values()):
-        raise _refused("a sample has values that are not finite")
+        raise NotFinite("a release of noisy sums was not made: a sample has values that are not finite. Nothing left")
     rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in exact.values()]
     norm = torch.linalg.vector_norm(torch.cat([weights.new_zeros(len(weights), 1), *rows], dim=1), dim=1)
     share = weights / norm.clamp_min(1)

@@ -19,15 +19,7 @@ from crossward.privacy.secagg.canonical import Malformed, digest, encode
 from crossward.privacy.secagg.identity import Identity, Untrusted
 from crossward.privacy.secagg.keys import GROUP, JobKeys, PairRoots, fresh, lock, sign, signed_by, unlock
 from crossward.privacy.secagg.masks import Mask, Words, apply_masks, fingerprint
-from crossward.privacy.secagg.memory import (
-    Memory,
-    Replayed,
-    Use,
-    about_of,
-    check_new,
-    check_same_update,
-    check_sum,
-)
+from crossward.privacy.secagg.memory import Memory, Replayed, Use, about_of, check_new, check_same_update, check_sum
 from crossward.privacy.secagg.messages import AGREED, BLAME, JOINED, REVEAL, SHARE, UPLOAD, names_of
 from crossward.privacy.secagg.pads import Pads
 from crossward.privacy.secagg.ring import Ring
