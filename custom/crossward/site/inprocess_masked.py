@@ -44,7 +44,7 @@ class MaskedInProcess(Run):
         }
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=authority.roots),
-            MaskedAlgebra(self._coordinator.algebra, bits=masking.bits),
+            MaskedAlgebra(self._coordinator.algebra, bits=masking.bits, reach=self._study.reach),
             study=self._study.trained_digest(),
             exchange=self._exchange,
         )

@@ -123,6 +123,11 @@ class Participant:
     def name(self) -> str:
         return self.data.name
 
+    @property
+    def reach(self) -> float | None:
+        """How far a value of this site's updates can be from 0, where sites share the noise."""
+        return self.protection.reach if self.protection else None
+
     def receive(self, payload: Payload) -> Tally:
         """Take in the result of a round, keep it as a model that may be deployed, and count it on validation images."""
         self._install(payload)

@@ -99,10 +99,12 @@ class Protection(ABC):
     Attributes:
         units: how many patients or images there are to train on, or 1 for the site as a whole.
         noise: of what trains the model, as a multiple of what one unit adds to it at most.
+        reach: where sites share the noise, how far a released value can be from 0; it does not depend on data.
     """
 
     units: int
     noise: float
+    reach: float | None = None
 
     def __init__(
         self,

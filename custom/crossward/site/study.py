@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, CrosswardError
+from crossward.federation.scopes import Scope
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.base import Method, Model, Task
 from crossward.methods.registry import create, fits
@@ -20,6 +21,7 @@ from crossward.site.devices import Device
 from crossward.site.participant import Participant, Plugs
 from crossward.site.protection import Book
 from crossward.site.trainer import Training
+from crossward.site.update_protection import reach_of
 
 Part = TypeVar("Part")
 
@@ -79,10 +81,12 @@ class Study:
             return
         if self.masking is None:
             raise BadInput("noise that sites share is enough in a sum only: it takes secure aggregation (--secagg)")
-        if self.method.algebra(self.task, self.model()).needs == "gram":
+        algebra = self.method.algebra(self.task, self.model())
+        personal = any(spec.scope is Scope.PERSONAL for spec in algebra.sent.values())
+        if algebra.needs == "gram" or algebra.measured or personal:
             raise BadInput(
-                f"{self.method.name} compares sites one by one, where shared noise is less than it takes; use a method "
-                "that does not, or leave out --dp-distributed"
+                f"{self.method.name} takes more of a site than its part of one sum, as to compare sites, where shared "
+                "noise is less than it takes; use a method that does not, or leave out --dp-distributed"
             )
 
     def private(self, privacy: Privacy) -> Study:
@@ -96,6 +100,13 @@ class Study:
         if self.masking is None or self.privacy is None or not self.privacy.distributed:
             return 1
         return max(1, self.masking.fewest - self.masking.colluders)
+
+    @property
+    def reach(self) -> float | None:
+        """How far a value of any site's update can be from 0, where sites share the noise."""
+        if self.privacy is None:
+            return None
+        return reach_of(self.privacy, rounds=self.task.rounds, shares=self.noise_shares)
 
     def masked(self, masking: Settings) -> Study:
         """The same study under secure aggregation, with the options that its method then demands."""

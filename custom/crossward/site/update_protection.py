@@ -20,9 +20,30 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.noise import FARTHEST
 from crossward.privacy.dp.settings import Privacy
 from crossward.site.protection import Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
+
+_ROUNDED = 1.001
+"""The clip, and what rounding in single precision may add to it."""
+
+
+def noise_of(privacy: Privacy, *, rounds: int) -> float:
+    """Noise of one update, as a multiple of the clip: the planned rounds together stay within epsilon."""
+    return privacy.noise or calibrate(epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=rounds)
+
+
+def reach_of(privacy: Privacy, *, rounds: int, shares: int) -> float | None:
+    """How far a value of an update can be from 0, where sites share the noise; None where they do not.
+
+    It is the clip and the farthest noise that there is, so that nothing is ever cut off. It follows from the study
+    alone: limits made of the updates themselves, or counts of what they cut off, would be releases of what has a share
+    of the noise only.
+    """
+    if not privacy.distributed:
+        return None
+    return privacy.clip * (_ROUNDED + FARTHEST * noise_of(privacy, rounds=rounds) / math.sqrt(shares))
 
 
 class UpdateProtection(Protection):
@@ -32,9 +53,8 @@ class UpdateProtection(Protection):
 
     def __init__(self, data: SiteData, privacy: Privacy, training: Training, **options: Any) -> None:
         super().__init__(data, privacy, training, **options)
-        self.noise = privacy.noise or calibrate(
-            epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=self._rounds
-        )
+        self.noise = noise_of(privacy, rounds=self._rounds)
+        self.reach = reach_of(privacy, rounds=self._rounds, shares=self._shares)
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         self._reserve(context.round_number, {"update": Spending(self.noise, 1.0, 1)})
