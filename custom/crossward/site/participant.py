@@ -116,6 +116,7 @@ class Participant:
                 releases=bool(self.algebra.extras),
                 shares=shares,
                 book=book,
+                folder=folder,
                 device=self._device,
             )
 

@@ -94,6 +94,7 @@ class Protection(ABC):
         releases: whether the method reports something beside its update.
         shares: how many honest sites' noise is in every sum that can be opened; 1 where each brings all of it.
         book: where spending is written down first.
+        folder: of this run at this site.
         device: where to compute.
 
     Attributes:
@@ -116,11 +117,12 @@ class Protection(ABC):
         releases: bool,
         shares: int,
         book: Book,
+        folder: Path,
         device: Device,
     ) -> None:
         self._data, self._privacy, self._training, self._device = data, privacy, training, device
         self._rounds, self._releases, self._shares = rounds, releases, shares
-        self._book = book
+        self._book, self._folder = book, folder
         self._source = NoiseSource()
         self._split = _split_of(data)
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,13 @@ from crossward.privacy.dp.accounting import Part, Spending, calibrate
 from crossward.privacy.dp.release import noisy_sums
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.settings import Privacy
+from crossward.site.journal import Journal
 from crossward.site.private_trainer import check_training, train_privately
 from crossward.site.protection import NotPrivate, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training
+
+LEFT_OUT = "left-out.jsonl"
+"""In a run's folder at its site: how many images of each round counted as nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,15 @@ class RecordProtection(Protection):
         clip, prices = self._privacy.clip, self.prices
         if not self._checked:
             try:
-                check_training(model, method, self._data.train, context, clip=clip, device=self._device)
+                check_training(
+                    model,
+                    method,
+                    context,
+                    shape=self._data.train.images.shape[1:],
+                    classes=len(self._data.classes),
+                    clip=clip,
+                    device=self._device,
+                )
             except PrivacyRefusal as refusal:
                 raise NotPrivate(str(refusal)) from refusal
             self._checked = True
@@ -111,7 +124,12 @@ class RecordProtection(Protection):
             clip=clip,
             expected=prices.rate * self.units,
             device=self._device,
+            note=partial(self._note, context.round_number),
         )
+
+    def _note(self, round_number: int, drawn: int, left_out: int) -> None:
+        """For the site alone: how many images counted as nothing. A line in every round, whatever it says."""
+        Journal(self._folder / LEFT_OUT).write({"round": round_number, "drawn": drawn, "left_out": left_out})
 
     def extras(self, model: Model, method: Method, context: Context) -> Tensors:
         if self.prices.release is None:
