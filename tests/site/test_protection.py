@@ -263,6 +263,30 @@ def test_a_model_that_mixes_images_is_refused_before_anything_is_spent(
     assert not site.protection._book.ledger.entries()
 
 
+@pytest.mark.parametrize("how", ["a term of its own", "a ramp that leaves zero"])
+def test_what_mixes_images_from_the_second_round_on_is_refused_there(
+    made: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Prototypes are there from the second round on, and ramps begin at zero."""
+    study = private_study("fedavg", rounds=3)
+    site = made(study)
+    terms = type(study.method).terms
+
+    def later(self: Any, model: Any, trace: Any, batch: Any, context: Any) -> Any:
+        found = terms(self, model, trace, batch, context)
+        begun, mixed = float(context.round_number > 1), trace.logits * trace.logits.mean()
+        if begun or how == "a ramp that leaves zero":
+            found["contrast"] = begun * mixed.sum(dim=1)
+        return found
+
+    monkeypatch.setattr(type(study.method), "terms", later)
+    report = site.train(start(study))
+    second = Payload(1, {name: tensor + report.update[name] for name, tensor in start(study).tensors.items()})
+    with pytest.raises(NotPrivate, match="mixes images"):
+        site.train(second)
+    assert [entry.round for entry in site.protection._book.ledger.entries()] == [1]
+
+
 # budgets
 
 

@@ -89,24 +89,22 @@ class RecordProtection(Protection):
             unit="image" if privacy.unit == "image" else "patient",
             source=self._source,
         )
-        self._checked = False
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         clip, prices = self._privacy.clip, self.prices
-        if not self._checked:
-            try:
-                check_training(
-                    model,
-                    method,
-                    context,
-                    shape=self._data.train.images.shape[1:],
-                    classes=len(self._data.classes),
-                    clip=clip,
-                    device=self._device,
-                )
-            except PrivacyRefusal as refusal:
-                raise NotPrivate(str(refusal)) from refusal
-            self._checked = True
+        # In every round, as terms begin in later ones: prototypes are there from the second on, and ramps leave zero.
+        try:
+            check_training(
+                model,
+                method,
+                context,
+                shape=self._data.train.images.shape[1:],
+                classes=len(self._data.classes),
+                clip=clip,
+                device=self._device,
+            )
+        except PrivacyRefusal as refusal:
+            raise NotPrivate(str(refusal)) from refusal
         spent = {"steps": Spending(prices.step, prices.rate, prices.steps)}
         if prices.release is not None:
             spent["release"] = Spending(prices.release, 1.0, 1)

@@ -1,4 +1,4 @@
-"""Whether clipped gradients of a batch are those of its images alone: looked at before a job spends anything.
+"""Whether clipped gradients of a batch are those of its images alone: looked at before a round spends anything.
 
 A layer or a loss that mixes images would make a gradient that clipping does not bound. Nothing in a model's code can
 prove that there is none, so one batch is held against its images one by one, by plain automatic differentiation.
