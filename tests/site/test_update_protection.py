@@ -19,6 +19,7 @@ from crossward.federation.scopes import Scope, names_in
 from crossward.imaging.data import Cohort
 from crossward.methods.registry import available
 from crossward.privacy.dp.accounting import Spending, epsilon
+from crossward.privacy.dp.lines import Shared
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
@@ -29,7 +30,7 @@ from crossward.site.participant import Participant
 from crossward.site.protection import own_book
 from crossward.site.study import Study
 from crossward.site.summing import Opened, Summing
-from crossward.site.update_protection import UpdateProtection
+from crossward.site.update_protection import UpdateProtection, noise_of
 
 NAME = "alder"
 
@@ -245,3 +246,12 @@ def test_a_run_under_masks_says_what_was_spent(tmp_path: Path) -> None:
     assert result["privacy"]["dp"]["unit"] == "site"
     assert all(7.8 < spent <= 8.0 for spent in result["privacy"]["epsilon"].values())
     assert result["privacy"]["test"] == {"n": 0.0, "accuracy": None}
+    shared = Shared(fewest=3, colluders=1)
+    for name in cohort.sites:
+        book = own_book(tmp_path / "run" / "sites" / name, site=name, run="run")
+        assert [entry.shared for entry in book.ledger.entries()] == [shared, shared]
+    told = result["privacy"]["dp"]["shared"]
+    assert (told["fewest"], told["colluders"]) == (3, 1)
+    assert told["epsilon"] == pytest.approx(max(result["privacy"]["epsilon"].values()))
+    noise = noise_of(Privacy(epsilon=8.0, unit="site"), rounds=2) * math.sqrt(3 / 2)
+    assert told["epsilon_server_alone"] == pytest.approx(epsilon([Spending(noise, 1.0, 2)], delta=1e-5))

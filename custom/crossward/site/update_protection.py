@@ -20,6 +20,7 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.lines import Shared
 from crossward.privacy.dp.noise import FARTHEST
 from crossward.privacy.dp.settings import Privacy
 from crossward.site.protection import Protection
@@ -34,16 +35,16 @@ def noise_of(privacy: Privacy, *, rounds: int) -> float:
     return privacy.noise or calibrate(epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=rounds)
 
 
-def reach_of(privacy: Privacy, *, rounds: int, shares: int) -> float | None:
+def reach_of(privacy: Privacy, *, rounds: int, shared: Shared | None) -> float | None:
     """How far a value of an update can be from 0, where sites share the noise; None where they do not.
 
     It is the clip and the farthest noise that there is, so that nothing is ever cut off. It follows from the study
     alone: limits made of the updates themselves, or counts of what they cut off, would be releases of what has a share
     of the noise only.
     """
-    if not privacy.distributed:
+    if shared is None:
         return None
-    return privacy.clip * (_ROUNDED + FARTHEST * noise_of(privacy, rounds=rounds) / math.sqrt(shares))
+    return privacy.clip * (_ROUNDED + FARTHEST * noise_of(privacy, rounds=rounds) / math.sqrt(shared.honest))
 
 
 class UpdateProtection(Protection):
@@ -54,7 +55,7 @@ class UpdateProtection(Protection):
     def __init__(self, data: SiteData, privacy: Privacy, training: Training, **options: Any) -> None:
         super().__init__(data, privacy, training, **options)
         self.noise = noise_of(privacy, rounds=self._rounds)
-        self.reach = reach_of(privacy, rounds=self._rounds, shares=self._shares)
+        self.reach = reach_of(privacy, rounds=self._rounds, shared=self._shared)
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         self._reserve(context.round_number, {"update": Spending(self.noise, 1.0, 1)})
@@ -78,7 +79,7 @@ class UpdateProtection(Protection):
         """Clip the update's joint norm and add noise to all of it; personal tensors as what changed in them.
 
         With noise that the sites share, one site's own is less than it takes: only a sum may be seen, which has that
-        of at least ``shares`` honest ones.
+        of all the honest ones that are left in the smallest.
         """
         moved = {name: value - payload.tensors[name] if name in personal else value for name, value in update.items()}
         norm = math.hypot(*(float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in moved.values()))
@@ -89,7 +90,8 @@ class UpdateProtection(Protection):
             )
         scale = min(1.0, self._privacy.clip / norm) if norm else 1.0
         clipped = {name: value * scale for name, value in moved.items()}
-        self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(self._shares))
+        parts = self._shared.honest if self._shared else 1
+        self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(parts))
         return {name: value + payload.tensors[name] if name in personal else value for name, value in clipped.items()}
 
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
