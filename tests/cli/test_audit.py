@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from crossward.cli import audit_run
+from crossward.cli.audit_run import AuditedRun
 from crossward.privacy.audit import small
 from crossward.privacy.audit.findings import Findings
 from crossward.privacy.audit.inversion import Attack
@@ -15,7 +18,11 @@ from crossward.privacy.dp.accounting import Budget
 from crossward.privacy.dp.ledger import Ledger
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
+from crossward.privacy.dp.settings import Privacy
+from crossward.site.handover import Handover
+from crossward.site.record_protection import prices_of
 from tests.cli.conftest import SMALL, Command, Outcome
+from tests.site.made_up_sites import cohort_of, made_up_site, made_up_study
 
 PRIVATE = ("--method", "fedavg", "--dp", 8, "--no-diagnostics", *SMALL)
 
@@ -86,8 +93,48 @@ def test_a_reservation_that_was_skipped_fails_the_audit(
         private_run(crossward, phantoms, tmp_path / "run")
     done = audited(crossward, tmp_path / "run", "--data", phantoms, "--out", tmp_path / "audit")
     assert done.code == 1
-    assert "rounds [2] were trained" in done.out
+    assert "round 2 used steps" in done.out
     assert "FAIL" in (tmp_path / "audit" / "audit.html").read_text()
+
+
+def test_a_ledger_with_other_noise_than_the_runs_fails_the_audit(
+    crossward: Command, phantoms: Path, tmp_path: Path, little: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = Ledger.reserve
+
+    def boasting(self: Ledger, entries: Sequence[Entry], *, budget: Budget) -> None:
+        told = [replace(each, spending=replace(each.spending, noise=10 * each.spending.noise)) for each in entries]
+        reserve(self, told, budget=budget)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "reserve", boasting)
+        private_run(crossward, phantoms, tmp_path / "run")
+    done = audited(crossward, tmp_path / "run", "--data", phantoms, "--out", tmp_path / "audit")
+    assert done.code == 1
+    assert "and the run's own is" in done.out
+
+
+@pytest.mark.parametrize("unit", ["patient", "image"])
+def test_noise_is_that_of_the_unit_that_was_hidden(unit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a site with two images of each patient there are twice as many images to draw from."""
+    study = made_up_study("fedavg", rounds=2).private(Privacy(epsilon=2.0, unit=unit))
+    site = made_up_site("alder")
+    pairs = replace(site.train, patients=tuple(f"p{row // 2}" for row in range(len(site.train))))
+    cohort = cohort_of({"alder": replace(site, train=pairs)})
+    seen: list[float] = []
+    noisy = AuditedRun._noisy
+
+    def noted(self: AuditedRun, gradient: list[torch.Tensor], noise: float) -> list[torch.Tensor]:
+        seen.append(noise)
+        return noisy(self, gradient, noise)
+
+    monkeypatch.setattr(AuditedRun, "_noisy", noted)
+    effort = audit_run.Effort(attack=Attack(restarts=1, sweeps=1), steps=4, canaries=24)
+    AuditedRun(tmp_path, Handover(study, 1, {}), cohort, effort)._inversion()
+    units = len(site.train) // (2 if unit == "patient" else 1)
+    assert study.privacy is not None
+    prices = prices_of(study.privacy, study.training, units=units, rounds=2, releases=False)
+    assert set(seen) == {prices.step}
 
 
 def test_noise_that_is_off_fails_the_audit(crossward: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

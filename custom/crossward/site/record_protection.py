@@ -30,6 +30,9 @@ from crossward.site.private_trainer import check_training, train_privately
 from crossward.site.protection import NotPrivate, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training
 
+TRAINED = ("steps", "release")
+"""What training a round costs, by its names in the ledger; the release where the method has one."""
+
 LEFT_OUT = "left-out.jsonl"
 """In a run's folder at its site: how many images of each round counted as nothing."""
 
@@ -53,6 +56,16 @@ class Prices:
     release: float | None
     validation: float
     test: float
+
+    @property
+    def spendings(self) -> dict[str, Spending]:
+        """What is written into the ledger each time, by the name that it has there."""
+        found = {
+            "steps": Spending(self.step, self.rate, self.steps),
+            "val counts": Spending(self.validation, 1.0, 1, part="val"),
+            "test counts": Spending(self.test, 1.0, 1, part="test"),
+        }
+        return found if self.release is None else {**found, "release": Spending(self.release, 1.0, 1)}
 
 
 def prices_of(privacy: Privacy, training: Training, *, units: int, rounds: int, releases: bool) -> Prices:
@@ -105,10 +118,8 @@ class RecordProtection(Protection):
             )
         except PrivacyRefusal as refusal:
             raise NotPrivate(str(refusal)) from refusal
-        spent = {"steps": Spending(prices.step, prices.rate, prices.steps)}
-        if prices.release is not None:
-            spent["release"] = Spending(prices.release, 1.0, 1)
-        self._reserve(context.round_number, spent)
+        spendings = prices.spendings
+        self._reserve(context.round_number, {name: spendings[name] for name in TRAINED if name in spendings})
         return train_privately(
             model,
             method,
@@ -157,12 +168,14 @@ class RecordProtection(Protection):
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """With noise; of a patient with several images each is a part."""
         weights = _weights(split, self._privacy)
-        units, noise = float(weights.sum()), self.prices.validation if part == "val" else self.prices.test
+        units = float(weights.sum())
         if not units:
             return 0.0, 0.0
-        self._reserve(round_number, {f"{part} counts": Spending(noise, 1.0, 1, part=part)})
+        name = f"{part} counts"
+        spending = self.prices.spendings[name]
+        self._reserve(round_number, {name: spending})
         noisy = (weights * right.double()).sum().reshape(1)
-        self._source.add_to([noisy], scale=noise)
+        self._source.add_to([noisy], scale=spending.noise)
         return float(round(units)), float(noisy.clamp(0.0, units))
 
 

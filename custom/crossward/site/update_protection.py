@@ -26,6 +26,9 @@ from crossward.privacy.dp.settings import Privacy
 from crossward.site.protection import Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
 
+UPDATE = "update"
+"""What is paid for in every round, by its name in the ledger."""
+
 _ROUNDED = 1.001
 """The clip, and what rounding in single precision may add to it."""
 
@@ -58,7 +61,7 @@ class UpdateProtection(Protection):
         self.reach = reach_of(privacy, rounds=self._rounds, shared=self._shared)
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
-        self._reserve(context.round_number, {"update": Spending(self.noise, 1.0, 1)})
+        self._reserve(context.round_number, {UPDATE: Spending(self.noise, 1.0, 1)})
         train_round(model, method, self._data.train, context, training=self._training, device=self._device)
         # Every site counts the same, and nothing is counted: a number of images would be a part of what is hidden.
         return {SAMPLES: np.ones(1), **{key: np.zeros(1) for key in (LOSS, SEEN, CORRECT)}}
