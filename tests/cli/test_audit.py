@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from crossward.cli import audit_run
+from crossward.cli.audit_rounds import recovered_labels
 from crossward.cli.audit_run import AuditedRun
+from crossward.imaging.data import SiteData
 from crossward.privacy.audit import small
 from crossward.privacy.audit.findings import Findings
 from crossward.privacy.audit.inversion import Attack
@@ -19,7 +21,7 @@ from crossward.privacy.dp.ledger import Ledger
 from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
-from crossward.site.handover import Handover
+from crossward.site.handover import HANDOVER, Handover, read_handover, write_handover
 from crossward.site.record_protection import prices_of
 from tests.cli.conftest import SMALL, Command, Outcome
 from tests.site.made_up_sites import cohort_of, made_up_site, made_up_study
@@ -76,6 +78,52 @@ def test_a_private_run_is_attacked_on_its_own_model_and_its_ledgers_are_read(
     assert attacks.count("gradient inversion") == attacks.count("epsilon at least") == 4
     assert {"membership", "check: noise", "check: sampler", "check: clipping"} <= set(attacks)
     assert all(row["passed"] is not False for row in rows)
+
+
+def test_every_model_that_a_run_has_kept_is_attacked(
+    crossward: Command, phantoms: Path, tmp_path: Path, little: None
+) -> None:
+    """Reports are gone with the last round; the models of the best and of the last one are kept."""
+    run = tmp_path / "run"
+    words = ("simulate", "--method", "fedavg", "--data", phantoms, "--out", run, "--no-diagnostics", *SMALL)
+    assert crossward(*words).code == 0
+    assert list(run.glob("sites/*/outbox/*")) == []
+    best = read_handover(run)
+    # As if the first round had been the best one.
+    first = replace(best.study.method.start(best.study.task, best.study.model()), round_number=1)
+    write_handover(run / "server" / HANDOVER, best.study, first)
+    done = audited(crossward, run, "--data", phantoms, "--out", tmp_path / "audit", "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["findings"]
+    told = [row["words"] for row in rows if row["attack"] == "membership"]
+    assert ["model of round 1" in each for each in told] == [True, False]
+    assert "model of round 2" in told[1]
+    labels = [row for row in rows if row["attack"] == "labels of a sum"]
+    assert [row["unit"] for row in labels] == ["%", "%"]
+    assert all("without the model" in row["words"] for row in labels)
+    assert "labels of a sum" in (tmp_path / "audit" / "audit.html").read_text()
+
+
+def test_labels_are_found_in_what_a_shared_model_learnt() -> None:
+    """Nine images of ten are of one class: its bias grows, by as much as the others shrink."""
+    study = made_up_study("fedavg", rounds=1)
+    cohort = cohort_of({"alder": uneven(made_up_site("alder"), of=1), "birch": uneven(made_up_site("birch"), of=1)})
+    start = study.method.start(study.task, study.model()).tensors
+    moved = dict(start)
+    moved["head.linear.bias"] = start["head.linear.bias"] + 0.05 * torch.tensor([-1.0, 2.0, -1.0])
+    same, grown = (recovered_labels(study, cohort, tensors, 1) for tensors in (start, moved))
+    assert same is not None
+    assert grown is not None
+    assert grown.share > same.share
+    assert grown.blind == same.blind
+    local = made_up_study("fedcode", rounds=1)
+    assert recovered_labels(local, cohort, local.method.start(local.task, local.model()).tensors, 1) is None
+
+
+def uneven(site: SiteData, *, of: int) -> SiteData:
+    labels = torch.full_like(site.train.labels, of)
+    labels[: len(labels) // 10] = 0
+    return replace(site, train=replace(site.train, labels=labels))
 
 
 def test_a_reservation_that_was_skipped_fails_the_audit(

@@ -16,34 +16,33 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from crossward.cli.audit_canaries import SUPPOSED, canaries, losses_of, train_of
+from crossward.cli.audit_rounds import attack_kept_models
 from crossward.evaluate.facts import read_result
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.imaging.data import Cohort, SiteData, Split
 from crossward.imaging.pictures import normalised, pictures_of, pixels_of
 from crossward.privacy.audit.checks import Check, check_clipping, check_ledger, check_noise, check_row, check_sampler
-from crossward.privacy.audit.findings import Finding, Findings, Pictured, Setting, below, no_picture
+from crossward.privacy.audit.findings import Finding, Findings, Pictured, Setting, no_picture
 from crossward.privacy.audit.harness import federate
 from crossward.privacy.audit.inversion import Attack, gradient_of, guessed_blindly, invert, psnr
-from crossward.privacy.audit.membership import by_updates, membership
+from crossward.privacy.audit.membership import by_updates
 from crossward.privacy.audit.one_run import CONFIDENCE, Guesses, guess, lower_bound, most_certified
 from crossward.privacy.dp.accounting import Spending, epsilon
 from crossward.privacy.dp.ledger import Ledger, key_of, name_of
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.signing import verifier
-from crossward.site.adapt import welcomed
 from crossward.site.devices import Device
 from crossward.site.handover import Handover
 from crossward.site.record_protection import TRAINED, Prices, prices_of
-from crossward.site.trainer import predict
 from crossward.site.update_protection import UPDATE, noise_of
 
 Progress = Callable[[str, int, int], None]
 
 _TRAINED = ("reported", "summed")
 _CHECKED = 8
-_STRONG, _MOST_AUC = 4.0, 0.65
+_STRONG = 4.0
 _CPU = torch.device("cpu")
 
 
@@ -87,7 +86,7 @@ class AuditedRun:
     def attack(self, progress: Progress) -> Findings:
         """Run everything."""
         found = Findings()
-        parts = [self._membership, self._inversion, self._ledgers]
+        parts = [self._kept, self._inversion, self._ledgers]
         if self._by_record:
             parts += [self._checks, self._one_run]
         for done, part in enumerate(parts):
@@ -164,40 +163,12 @@ class AuditedRun:
         """Whose presence is hidden, for every image."""
         return split.ids if self._privacy.unit == "image" else split.patients
 
-    def _membership(self) -> Findings:
-        """Training images against test images, by the loss of the model that everybody gets."""
-        began = time.perf_counter()
-        try:
-            model, device = welcomed(self._study, self._handover.tensors, site="the audit")
-        except BadInput:
-            # Where classifiers stay at their sites, what is handed over may not answer at all.
-            return Findings()
-        scores, members = [], []
-        for site in self._cohort.sites.values():
-            for split, inside in ((site.train, True), (site.test, False)):
-                answer = predict(model, self._study.method, split, device=device)
-                scores.append(answer.probabilities[torch.arange(len(split)), split.labels].double().log().numpy())
-                members.append(np.full(len(split), inside))
-        found = membership(np.concatenate(scores), np.concatenate(members))
+    def _kept(self) -> Findings:
+        """What everybody was given: the models of the best and of the last round."""
         epsilon_ = self._privacy.epsilon
         ruled = self._study.privacy is not None and self._by_record and epsilon_ is not None and epsilon_ <= _STRONG
-        rule, passed = below(found.auc, _MOST_AUC) if ruled else ("", None)
-        return Findings(
-            [
-                Finding(
-                    subject="the run",
-                    attack="membership",
-                    setting=self._setting,
-                    figure=found.auc,
-                    unit="AUC",
-                    rule=rule,
-                    passed=passed,
-                    words=f"{found.members} training and {found.others} test images, model of round "
-                    f"{self._handover.round_number}; {100 * found.tpr:.1f} % of members found at 1 % false alarms",
-                    seconds=time.perf_counter() - began,
-                )
-            ]
-        )
+        models = attack_kept_models(self._folder, self._handover, self._cohort, setting=self._setting, ruled=ruled)
+        return Findings(list(models))
 
     def _inversion(self) -> Findings:
         """One training image of the first site behind a step from the common start."""
