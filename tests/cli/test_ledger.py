@@ -220,3 +220,9 @@ def test_help_has_an_example(crossward: Command, words: tuple[str, ...]) -> None
     done = crossward("ledger", *words, "--help")
     assert done.code == 0
     assert "Example:" in done.out
+
+
+def test_simulate_says_that_its_ledgers_count_one_run_only(crossward: Command) -> None:
+    """It is a laboratory: two runs on the same images do not know of each other."""
+    said = " ".join(crossward("simulate", "--help").out.replace("│", " ").split())
+    assert "other runs on the same images are not counted" in said
