@@ -89,7 +89,7 @@ ARISES: Mapping[Code, str] = {
     Code.LITTLE_NOISE: "the same",
     Code.BUDGET: "the site reserves what a round costs in its ledger, before it trains",
     Code.LEDGER: "the site reads its privacy ledger, before it trains or counts",
-    Code.NOT_PRIVATE: "in every round the site holds one batch of made-up images against each of them alone, before it spends anything",
+    Code.NOT_PRIVATE: "before every round the site holds a batch of made-up images against each of them alone",
     Code.OTHER_UNIT: "the site holds the job against its policy, before it reads an image, and against its ledger",
     Code.LARGE_EPSILON: "the site has worked out the noise from its number of patients, before anything is spent",
     Code.NO_ANSWER: "the server stopped waiting for the site (`grace`, `round` or `join`)",

@@ -22,6 +22,7 @@ from crossward.privacy.dp.lines import Entry
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
 from crossward.site.handover import HANDOVER, Handover, read_handover, write_handover
+from crossward.site.inprocess import simulate
 from crossward.site.record_protection import prices_of
 from tests.cli.conftest import SMALL, Command, Outcome
 from tests.site.made_up_sites import cohort_of, made_up_site, made_up_study
@@ -104,18 +105,16 @@ def test_every_model_that_a_run_has_kept_is_attacked(
     assert "labels of a sum" in (tmp_path / "audit" / "audit.html").read_text()
 
 
-def test_labels_are_found_in_what_a_shared_model_learnt() -> None:
-    """Nine images of ten are of one class: its bias grows, by as much as the others shrink."""
-    study = made_up_study("fedavg", rounds=1)
-    cohort = cohort_of({"alder": uneven(made_up_site("alder"), of=1), "birch": uneven(made_up_site("birch"), of=1)})
-    start = study.method.start(study.task, study.model()).tensors
-    moved = dict(start)
-    moved["head.linear.bias"] = start["head.linear.bias"] + 0.05 * torch.tensor([-1.0, 2.0, -1.0])
-    same, grown = (recovered_labels(study, cohort, tensors, 1) for tensors in (start, moved))
-    assert same is not None
-    assert grown is not None
-    assert grown.share > same.share
-    assert grown.blind == same.blind
+def test_labels_are_found_in_what_a_shared_model_learnt(tmp_path: Path) -> None:
+    """Nine images of ten are of one class."""
+    study = made_up_study("fedavg", rounds=2)
+    cohort = cohort_of({name: uneven(made_up_site(name), of=1) for name in ("alder", "birch")})
+    simulate(cohort, study, tmp_path / "run", jobs=1)
+    found = recovered_labels(study, cohort, read_handover(tmp_path / "run").tensors, 2)
+    assert found is not None
+    assert found.blind < 0.5
+    assert found.share > 0.8
+    # Where classifiers stay at their sites, no bias of theirs is there to look at.
     local = made_up_study("fedcode", rounds=1)
     assert recovered_labels(local, cohort, local.method.start(local.task, local.model()).tensors, 1) is None
 

@@ -128,10 +128,11 @@ def recovered_labels(study: Study, cohort: Cohort, tensors: Tensors, rounds: int
     for site in cohort.sites.values():
         truth.update(site.train.labels.tolist())
     images, training = truth.total(), study.training
-    steps = training.steps or training.epochs * images / len(cohort.sites) / training.batch_size
+    steps = training.steps or round(training.epochs * images / len(cohort.sites) / training.batch_size)
     rates = sum(training.rate(number, study.task.rounds) for number in range(1, rounds + 1))
-    moved = tensors[last].double() - start.state_dict()[last].double()
-    gradient = -moved * (1 - training.momentum) / (rates * steps)
+    # Of a gradient that stays the same, momentum has made so many by each step of a round, in which it starts anew.
+    taken = float(np.cumsum(training.momentum ** np.arange(max(1, steps))).sum())
+    gradient = -(tensors[last].double() - start.state_dict()[last].double()) / (rates * taken)
     even = torch.full((classes,), 1 / classes, dtype=torch.float64)
     predicted = (_usual(start, study) + _usual(_with(study.model(), tensors), study)) / 2
     found, blind = labels_of(gradient, predicted, images), labels_of(torch.zeros(classes), even, images)

@@ -69,7 +69,7 @@ def spent_in_words(privacy: Mapping[str, Any]) -> str:
     settings: Settings = privacy["dp"] if isinstance(privacy["dp"], Mapping) else {}
     asked, known = settings.get("epsilon"), privacy["epsilon"] or {}
     told = [
-        f"{site} {value:.3g}" + (f" ({max(asked - value, 0.0):.3g} left)" if asked else "")
+        f"{site} {value:.2f}" + (f" ({max(asked - value, 0.0):.2f} left)" if asked else "")
         for site, value in known.items()
         if value is not None
     ]
