@@ -89,7 +89,7 @@ ARISES: Mapping[Code, str] = {
     Code.LITTLE_NOISE: "the same",
     Code.BUDGET: "the site reserves what a round costs in its ledger, before it trains",
     Code.LEDGER: "the site reads its privacy ledger, before it trains or counts",
-    Code.NOT_PRIVATE: "the site holds one batch against each image alone, before anything is spent",
+    Code.NOT_PRIVATE: "before every round the site holds a batch of made-up images against each of them alone",
     Code.OTHER_UNIT: "the site holds the job against its policy, before it reads an image, and against its ledger",
     Code.LEFT_JOB: "every step of secure aggregation after the third one; the site's count is the job's, whatever keys "
     "it has had",

@@ -11,8 +11,9 @@ from PIL import Image
 
 from crossward.evaluate.ledger_plot import ledger_picture
 from crossward.federation.errors import PrivacyRefusal
-from crossward.privacy.dp.accounting import Budget
+from crossward.privacy.dp.accounting import Budget, Spending, epsilon
 from crossward.privacy.dp.ledger import FILE, anchor_of, key_of
+from crossward.privacy.dp.lines import Shared
 from tests.cli.conftest import Command
 from tests.privacy.ledgers import BUDGET, entry, filled, ledger_in
 
@@ -56,6 +57,25 @@ def test_the_figure_is_said_to_be_about_the_ledgers_unit(
     facts = json.loads(crossward("ledger", "show", folder, "--json").out)
     assert facts["unit"] == unit
     assert said in " ".join(facts["meaning"])
+
+
+def test_it_is_said_against_whom_shared_noise_protects(crossward: Command, folder: Path) -> None:
+    """One site's own noise is less than its epsilon says: the promise is about sums, and whom they are kept from."""
+    shared = Shared(fewest=4, colluders=1)
+    ledger_in(folder).reserve([entry(1, unit="site", shared=shared)], budget=BUDGET)
+    facts = json.loads(crossward("ledger", "show", folder, "--json").out)
+    alone = epsilon([Spending(10.0 * math.sqrt(4 / 3), 1.0, 1)], delta=1e-5)
+    assert facts["against"] == {"fewest": 4, "colluders": 1, "epsilon_server_alone": pytest.approx(alone)}
+    assert facts["entries"][0]["shared"] == {"fewest": 4, "colluders": 1}
+    assert alone < facts["spent"]
+    said = crossward("ledger", "show", folder).out
+    assert "everything that left this site" not in said
+    assert "the server, together with up to 1 other site," in said
+    assert f"Against the server alone it is {alone:.2f}" in said
+    ledger_in(folder.parent / "plain").reserve([entry(1, unit="site")], budget=BUDGET)
+    plain = crossward("ledger", "show", folder.parent / "plain").out
+    assert "everything that left this site" in plain
+    assert "server alone" not in plain
 
 
 def test_an_entry_that_does_not_say_whom_it_hides_is_none() -> None:
@@ -200,3 +220,9 @@ def test_help_has_an_example(crossward: Command, words: tuple[str, ...]) -> None
     done = crossward("ledger", *words, "--help")
     assert done.code == 0
     assert "Example:" in done.out
+
+
+def test_simulate_says_that_its_ledgers_count_one_run_only(crossward: Command) -> None:
+    """It is a laboratory: two runs on the same images do not know of each other."""
+    said = " ".join(crossward("simulate", "--help").out.replace("│", " ").split())
+    assert "other runs on the same images are not counted" in said

@@ -208,6 +208,59 @@ def test_how_many_style_groups_and_prototypes_there_would_have_been_is_said(make
     assert "No prototype was withheld" in same.text
 
 
+ASKED = {"epsilon": 8.0, "noise": None, "delta": 1e-5, "clip": 0.5, "unit": "patient", "distributed": False}
+
+
+def privacy_told(make, tmp_path, **privacy) -> str:
+    page, _ = report(tmp_path, make(privacy={"secagg": True, "epsilon": {"North": None, "South": None}, **privacy}))
+    return page.text
+
+
+def test_what_a_job_asked_for_bounds_every_hospital_though_the_server_knows_no_more(make, tmp_path):
+    """Between hospitals what each of them spent stays in its own files."""
+    told = privacy_told(make, tmp_path, dp=ASKED)
+    assert "not recorded" not in told
+    assert "at most 8.00 at every hospital, by the job" in told
+    assert "crossward ledger show" in told
+    assert "delta 1e-05" in told
+    assert "a length of 0.5" in told
+    assert "any other hospital" in told
+    for covered in ("right answers on validation", "prototypes"):
+        assert covered in told
+    assert "The numbers of patients in training, validation and test count as public." in told
+
+
+def test_what_was_spent_is_told_with_what_the_run_has_left(make, tmp_path):
+    told = privacy_told(make, tmp_path, dp=ASKED, epsilon={"North": 3.217, "South": None})
+    assert "North 3.22 (4.78 left)" in told
+    assert "at most 8.00 at every other hospital, by the job" in told
+
+
+def test_with_noise_asked_for_epsilon_is_each_hospitals_own(make, tmp_path):
+    told = privacy_told(make, tmp_path, dp={**ASKED, "epsilon": None, "noise": 1.25})
+    assert "1.25 times that length" in told
+    assert "follows from its number of patients" in told
+    assert "by the job" not in told
+
+
+def test_the_page_says_what_each_unit_leaves_open(make, tmp_path):
+    image = privacy_told(make, tmp_path, dp={**ASKED, "unit": "image"})
+    assert "a patient with several images is protected less" in image
+    assert "The numbers of images" in image
+    site = privacy_told(make, tmp_path, dp={**ASKED, "unit": "site"})
+    assert "count as public" not in site
+    assert "half the noise" in site
+    assert "validation" not in site.partition("Covered")[2].partition("Against whom")[0]
+
+
+def test_of_shared_noise_both_promises_are_told(make, tmp_path):
+    shared = {"fewest": 4, "colluders": 1, "epsilon": 7.98, "epsilon_server_alone": 6.41}
+    told = privacy_told(make, tmp_path, dp={**ASKED, "unit": "site", "distributed": True, "shared": shared})
+    assert "the server together with up to 1 other hospital" in told
+    assert "6.41 against the server alone" in told
+    assert "any other hospital, and whoever" not in told
+
+
 def test_a_bare_result_still_makes_a_page(make, tmp_path):
     site = {"n_train": 3, "n_test": 2, "accuracy": 0.5}
     bare = make(sites={"North": site}, rounds=[], cross_site=None, best_round=None, data={}, options={}, versions={})

@@ -121,6 +121,8 @@ class Hospital:
     Models that differ in less than a thousandth give the same update and the same counts.
     """
 
+    reach = None
+
     def __init__(self, name: str, algebra: Algebra, *, classes: Collection[int] = range(CLASSES)) -> None:
         self.name = name
         self.algebra = algebra

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from crossward.privacy.audit import setup, small
-from crossward.privacy.audit.checks import check_ledger, check_noise, check_sampler
+from crossward.privacy.audit.checks import Check, check_ledger, check_noise, check_sampler
 from crossward.privacy.audit.findings import Findings, Setting
 from crossward.privacy.dp import clipping, noise
 from crossward.privacy.dp.accounting import Spending
-from crossward.privacy.dp.lines import Entry
+from crossward.privacy.dp.lines import Entry, Shared
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.sampling import IntArray, PatientSampler
 
@@ -152,18 +153,50 @@ def test_noise_of_another_scale(monkeypatch: pytest.MonkeyPatch, factor: float) 
     assert not check_noise().passed
 
 
+STEPS = Spending(1.0, 0.1, 6)
+RELEASE = Spending(4.0, 1.0, 1)
+USED = [(1, "steps"), (2, "steps"), (2, "release")]
+
+
+def paid(number: int, what: str = "steps", spending: Spending = STEPS, **more: Any) -> Entry:
+    return Entry(**{"run": "run", "round": number, "what": what, "unit": "patient", "spending": spending, **more})
+
+
+def ledger_of(*entries: Entry, unit: str = "patient", shared: Shared | None = None) -> Check:
+    return check_ledger(entries, used=USED, prices={"steps": STEPS, "release": RELEASE}, unit=unit, shared=shared)
+
+
+WHOLE = (paid(1), paid(2), paid(2, "release", RELEASE))
+
+
 def test_a_round_that_nobody_paid_for() -> None:
     """Noticed by the check of the ledger; tests/cli/test_audit.py skips a reservation in a real run."""
-
-    def steps(number: int, count: int, **more: Any) -> Entry:
-        return Entry(run="run", round=number, what="steps", unit="patient", spending=Spending(1.0, 0.1, count), **more)
-
-    release = Entry(run="run", round=2, what="release", unit="patient", spending=Spending(1.0, 1.0, 6))
-    whole = [steps(1, 6), steps(2, 6), release]
-    assert check_ledger(whole, rounds=[1, 2], steps=6).passed
+    assert ledger_of(*WHOLE).passed
     # A crash counts as spent, and is paid for twice.
-    assert check_ledger([*whole, steps(2, 6)], rounds=[1, 2], steps=6).passed
-    for entries in ([], [steps(1, 6), release], [steps(1, 6), steps(2, 5)]):
-        check = check_ledger(entries, rounds=[1, 2], steps=6)
+    assert ledger_of(*WHOLE, paid(2)).passed
+    halves = (paid(2, spending=replace(STEPS, steps=3)), paid(2, spending=replace(STEPS, steps=3)))
+    assert ledger_of(WHOLE[0], *halves, WHOLE[2]).passed
+    for entries in ((), (WHOLE[0], WHOLE[2]), (WHOLE[0], halves[0], WHOLE[2])):
+        check = ledger_of(*entries)
         assert not check.passed
-        assert "2" in check.words
+        assert "used steps" in check.words
+    assert "release" in ledger_of(*WHOLE[:2]).words
+    assert not ledger_of(*WHOLE[:2]).passed
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        paid(2, spending=replace(STEPS, noise=10.0)),
+        paid(2, spending=replace(STEPS, rate=0.01)),
+        paid(2, spending=replace(STEPS, part="val")),
+        paid(2, unit="image"),
+        paid(2, shared=Shared(fewest=3, colluders=0)),
+    ],
+)
+def test_a_ledger_that_claims_something_else_than_what_was_done(entry: Entry) -> None:
+    """Noise 10 in the ledger, and steps with noise 1."""
+    check = ledger_of(WHOLE[0], entry, WHOLE[2])
+    assert not check.passed
+    assert "round 2" in check.words
+    assert not ledger_of(*WHOLE[:2], paid(2, "release", replace(RELEASE, noise=9.0))).passed

@@ -20,6 +20,7 @@ from crossward.methods.registry import available
 from crossward.nets.decomposed import Expansion
 from crossward.privacy.dp import clipping, clipping_layers
 from crossward.privacy.dp.clipping import Clipper, OpacusClipper, clipper_for
+from crossward.privacy.dp.clipping_common import Clipped
 from tests.privacy.clipped import assert_as_one_by_one
 
 EXACT = 1e-9
@@ -427,18 +428,77 @@ def test_an_input_without_rows_for_images_is_refused() -> None:
     ("change", "told"),
     [
         (lambda losses: losses.mean(), "one number for each image"),
-        (lambda losses: losses * torch.tensor([1.0, math.nan, 1]), "loss of an image is not a finite"),
-        (lambda losses: losses + torch.tensor([math.inf, 0, 0]), "loss of an image is not a finite"),
-        (lambda losses: (losses - losses.detach()).abs().sqrt(), "norm of an image is not a finite"),
+        (lambda losses: losses[:, None], "one number for each image"),
     ],
 )
-def test_losses_and_norms_that_cannot_be_clipped_are_refused(clipper: type, change: Callable, told: str) -> None:
+def test_losses_that_cannot_be_clipped_are_refused(clipper: type, change: Callable, told: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     inputs = torch.ones(3, 2)
     with pytest.raises(PrivacyRefusal, match=told):
         clipper(model, clip=1.0).backward(lambda: change(model(inputs).sum(dim=1)))
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert all(not module._forward_hooks for module in model.modules())
+
+
+POISON = {
+    "an image of nan": lambda inputs, row: inputs[row].fill_(math.nan),
+    "an infinite pixel": lambda inputs, row: inputs[row, 0, 0].fill_(math.inf),
+}
+
+
+@way
+@pytest.mark.parametrize("kind", POISON)
+@pytest.mark.parametrize("rows", [[0], [1, 3], [0, 1, 2, 3]])
+def test_an_image_without_a_finite_gradient_counts_as_nothing(kind: str, rows: list[int], way: str) -> None:
+    """And no other one is moved by it: a refusal would tell everybody that the image is there, noise or no noise."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)
+    )
+    inputs = torch.randn(4, 2, 4, 4)
+    others = [row for row in range(4) if row not in rows]
+    expected, _ = gradients_and_clipped(Clipper, model, inputs[others])
+    for row in rows:
+        POISON[kind](inputs, row)
+    for clipper in (Clipper, OpacusClipper):
+        found, clipped = gradients_and_clipped(clipper, model, inputs)
+        assert clipped.left_out == len(rows)
+        assert clipped.norms[rows].tolist() == [0.0] * len(rows)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("clipper", [Clipper, OpacusClipper])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda losses: losses * torch.tensor([1.0, math.nan, 1]),
+        lambda losses: losses + torch.tensor([0.0, math.inf, 0]),
+        lambda losses: torch.stack([losses[0], (losses[1] - losses[1].detach()).abs().sqrt(), losses[2]]),
+    ],
+)
+def test_neither_does_one_whose_loss_or_norm_alone_is_not_finite(clipper: type, change: Callable) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)
+    expected, _ = gradients_and_clipped(clipper, model, inputs[[0, 2]])
+    clipped = clipper(model, clip=1.0).backward(lambda: change(model(inputs).sum(dim=1)))
+    assert clipped.left_out == 1
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_a_layer_is_not_held_to_be_another_one_for_an_image_without_numbers() -> None:
+    class Same(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs @ self.weight.T + self.bias
+
+    model, inputs = nn.Sequential(Same(2, 2)), torch.tensor([[1.0, 2.0], [math.nan, 1.0]])
+    assert Clipper(model, clip=1.0).backward(lambda: model(inputs).sum(dim=1)).left_out == 1
+
+
+def gradients_and_clipped(clipper: type, model: nn.Module, inputs: Tensor) -> tuple[dict[str, Tensor], Clipped]:
+    clipped = clipper(model, clip=1.0).backward(lambda: model(inputs).sum(dim=1))
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}, clipped
 
 
 def test_parameters_that_were_frozen_meanwhile_are_noticed() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,11 +19,11 @@ from crossward.federation.errors import PrivacyRefusal, StorageFailure
 from crossward.privacy.dp import accounting
 from crossward.privacy.dp.accounting import Budget, Spending, epsilon
 from crossward.privacy.dp.ledger import FILE, BudgetSpent, Ledger, OtherUnit, anchor_of, key_of
-from crossward.privacy.dp.lines import Entry
+from crossward.privacy.dp.lines import Entry, Shared, read_lines
 from crossward.privacy.dp.signing import certificate_signer, local_signer, verifier
 from crossward.privacy.secagg.identity import Identity
 from crossward.privacy.secagg.throwaway import Authority
-from tests.privacy.ledgers import BUDGET, NOISE, entry, filled, ledger_in, signer_of
+from tests.privacy.ledgers import BUDGET, NAME, NOISE, entry, filled, ledger_in, signer_of
 
 DELTA = BUDGET.delta
 
@@ -798,3 +799,51 @@ def test_who_only_checks_needs_a_key_or_a_certificate(folder: Path, tmp_path: Pa
         verifier(tmp_path / "text")
     with pytest.raises(PrivacyRefusal, match="cannot be read"):
         verifier(tmp_path / "none")
+
+
+# noise that sites share
+
+_EARLIER = (
+    b'{"budget":{"delta":1e-05,"epsilon":8.0},"entries":[{"noise":10.0,"part":"train","rate":1.0,"round":1,"run":"first",'
+    b'"split":"","steps":1,"unit":"patient","what":"steps"},{"noise":20.0,"part":"train","rate":1.0,"round":1,'
+    b'"run":"first","split":"","steps":1,"unit":"patient","what":"release"}],'
+    b'"hash":"119f7d29e215fe7ef51734f61202610e5c0f84b6514980f687824a846605bc6f","ledger":"alder/chest","line":1,'
+    b'"previous":"6de2b37d7b1fddd0e2cf2fb71706156555f10b5de07293ab14dce0f4f2a755bc","signature":"3f2178d329dc6a0381433d'
+    b"9d6d60fee4e3b354e02eeadffa1e05136e28b9f503ce03002001ba7cc43c4dcb930ed31cd903303ad41db9c431e5b55a881142550b"
+    b'","signer":"key fa91246b017591ff","time":"2026-11-19T19:57:27+00:00"}'
+)
+_EARLIER_KEY = """-----BEGIN PUBLIC KEY-----
+MCowBQYDK2VwAyEA5zdJWgLKAMh4srnsitTG5DM+Ua/ni3qDVGL2KIJZRxo=
+-----END PUBLIC KEY-----
+"""
+
+
+def test_a_line_from_before_entries_said_whose_noise_it_is_still_holds(tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_text(_EARLIER_KEY)
+    (line,) = read_lines([_EARLIER], name=NAME, verify=verifier(tmp_path / "key.pem"))
+    assert [(each.what, each.shared) for each in line.entries] == [("steps", None), ("release", None)]
+
+
+def test_a_line_without_shared_noise_is_written_as_it_always_was(folder: Path) -> None:
+    ledger_in(folder).reserve([entry(1)], budget=BUDGET)
+    written = json.loads((folder / FILE).read_bytes())
+    assert written["entries"][0].keys() == json.loads(_EARLIER)["entries"][0].keys()
+
+
+def test_an_entry_says_with_whom_the_noise_was_shared_and_cannot_be_made_to_say_less(folder: Path) -> None:
+    ledger = ledger_in(folder)
+    ledger.reserve([entry(1, noise=4.0, unit="site", shared=Shared(fewest=6, colluders=2))], budget=Budget(99.0, 1e-5))
+    (found,) = ledger.entries()
+    assert found.shared == Shared(fewest=6, colluders=2)
+    # Against the server alone the same sums hold the noise of all six.
+    assert found.alone.spending == Spending(4.0 * math.sqrt(6 / 4), 1.0, 1)
+    text = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(text.replace(b'"colluders":2', b'"colluders":3'))
+    with pytest.raises(PrivacyRefusal, match="changed"):
+        ledger.entries()
+
+
+@pytest.mark.parametrize(("fewest", "colluders"), [(2, 2), (3, -1), (3, True), ("3", 1)])
+def test_noise_that_no_honest_site_would_bring_is_none(fewest: Any, colluders: Any) -> None:
+    with pytest.raises(PrivacyRefusal, match="share"):
+        Shared(fewest=fewest, colluders=colluders)

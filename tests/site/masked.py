@@ -63,6 +63,8 @@ def random_update(algebra: Algebra, seed: int, *, scale: float = 1.0) -> dict[st
 class Hospital:
     """Stands in for a participant: it reports what it is given, and keeps a real vault."""
 
+    reach = None
+
     def __init__(self, name: str, algebra: Algebra, folder: Path, *, seed: int) -> None:
         self.name = name
         self.algebra = algebra

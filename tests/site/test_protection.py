@@ -223,6 +223,29 @@ def test_a_loss_that_couples_images_is_refused_before_anything_is_spent(made: An
     assert not site.protection._book.ledger.entries()
 
 
+def poisoned(row: int) -> SiteData:
+    """A site one of whose training images has no gradient."""
+    data = made_up_site(NAME)
+    images = data.train.images[:].clone()
+    images[row] = math.nan
+    return replace(data, train=replace(data.train, images=images))
+
+
+def test_one_image_cannot_end_a_round(made: Any, tmp_path: Path) -> None:
+    """That a site stops is seen by everybody, whatever the noise; how many images count as nothing stays there."""
+    study = private_study(dp=Privacy(noise=1.0), steps=4, batch_size=10**6)
+    report = made(study, data=poisoned(0)).train(start(study))
+    assert all(torch.isfinite(tensor).all() for tensor in report.update.values())
+    notes = [json.loads(line) for line in (tmp_path / "run" / "left-out.jsonl").read_text().splitlines()]
+    assert [(note["round"], note["drawn"], note["left_out"]) for note in notes] == [(1, 80, notes[0]["left_out"])]
+    # A step takes one image of each of the 20 patients.
+    assert 0 < notes[0]["left_out"] <= 4
+    made(study, run="whole").train(start(study))
+    (note,) = [json.loads(line) for line in (tmp_path / "whole" / "left-out.jsonl").read_text().splitlines()]
+    assert note["left_out"] == 0
+    assert oct((tmp_path / "run" / "left-out.jsonl").stat().st_mode & 0o777) == "0o600"
+
+
 def test_a_model_that_mixes_images_is_refused_before_anything_is_spent(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +261,30 @@ def test_a_model_that_mixes_images_is_refused_before_anything_is_spent(
     with pytest.raises(NotPrivate, match="mixes images"):
         site.train(start(study))
     assert not site.protection._book.ledger.entries()
+
+
+@pytest.mark.parametrize("how", ["a term of its own", "a ramp that leaves zero"])
+def test_what_mixes_images_from_the_second_round_on_is_refused_there(
+    made: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Prototypes are there from the second round on, and ramps begin at zero."""
+    study = private_study("fedavg", rounds=3)
+    site = made(study)
+    terms = type(study.method).terms
+
+    def later(self: Any, model: Any, trace: Any, batch: Any, context: Any) -> Any:
+        found = terms(self, model, trace, batch, context)
+        begun, mixed = float(context.round_number > 1), trace.logits * trace.logits.mean()
+        if begun or how == "a ramp that leaves zero":
+            found["contrast"] = begun * mixed.sum(dim=1)
+        return found
+
+    monkeypatch.setattr(type(study.method), "terms", later)
+    report = site.train(start(study))
+    second = Payload(1, {name: tensor + report.update[name] for name, tensor in start(study).tensors.items()})
+    with pytest.raises(NotPrivate, match="mixes images"):
+        site.train(second)
+    assert [entry.round for entry in site.protection._book.ledger.entries()] == [1]
 
 
 # budgets

@@ -22,8 +22,11 @@ _KNOWS = (
     ("gradient inversion", "The model, the update of one step on one image, its label, and the norm of clipping."),
     ("inversion of all", "The sum of all sites' gradients, how many images are in it, and all their labels."),
     ("masked vector", "One site's vector as it arrives at the server, and the site's true update to compare with."),
-    ("label", "The gradient of the last layer's bias."),
-    ("membership", "The finished model, and an image with its label."),
+    (
+        "label",
+        "The gradient of the last layer's bias; of a run, its model and the public start it moved from.",
+    ),
+    ("membership", "The finished model (of a run, of the best and of the last round), and an image with its label."),
     ("epsilon at least", "The model and the update of every round, and canaries with their labels."),
     ("check", "Nothing is attacked: the part is used, and what it gives out is looked at."),
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,33 +16,33 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from crossward.cli.audit_canaries import SUPPOSED, canaries, losses_of, train_of
+from crossward.cli.audit_rounds import attack_kept_models
 from crossward.evaluate.facts import read_result
 from crossward.federation.errors import BadInput
 from crossward.federation.scopes import Scope, layout_of, names_in
 from crossward.imaging.data import Cohort, SiteData, Split
 from crossward.imaging.pictures import normalised, pictures_of, pixels_of
 from crossward.privacy.audit.checks import Check, check_clipping, check_ledger, check_noise, check_row, check_sampler
-from crossward.privacy.audit.findings import Finding, Findings, Pictured, Setting, below, no_picture
+from crossward.privacy.audit.findings import Finding, Findings, Pictured, Setting, no_picture
 from crossward.privacy.audit.harness import federate
 from crossward.privacy.audit.inversion import Attack, gradient_of, guessed_blindly, invert, psnr
-from crossward.privacy.audit.membership import by_updates, membership
+from crossward.privacy.audit.membership import by_updates
 from crossward.privacy.audit.one_run import CONFIDENCE, Guesses, guess, lower_bound, most_certified
 from crossward.privacy.dp.accounting import Spending, epsilon
 from crossward.privacy.dp.ledger import Ledger, key_of, name_of
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.signing import verifier
-from crossward.site.adapt import welcomed
 from crossward.site.devices import Device
 from crossward.site.handover import Handover
-from crossward.site.record_protection import Prices, prices_of
-from crossward.site.trainer import predict
+from crossward.site.record_protection import TRAINED, Prices, prices_of
+from crossward.site.update_protection import UPDATE, noise_of
 
 Progress = Callable[[str, int, int], None]
 
 _TRAINED = ("reported", "summed")
 _CHECKED = 8
-_STRONG, _MOST_AUC = 4.0, 0.65
+_STRONG = 4.0
 _CPU = torch.device("cpu")
 
 
@@ -85,9 +86,9 @@ class AuditedRun:
     def attack(self, progress: Progress) -> Findings:
         """Run everything."""
         found = Findings()
-        parts = [self._membership, self._inversion]
+        parts = [self._kept, self._inversion, self._ledgers]
         if self._by_record:
-            parts += [self._checks, self._ledgers, self._one_run]
+            parts += [self._checks, self._one_run]
         for done, part in enumerate(parts):
             progress("the run", done, len(parts))
             found.extend(part())
@@ -117,7 +118,7 @@ class AuditedRun:
         if self._study.privacy is None:
             return Findings()
         split, privacy = self._first.train, self._study.privacy
-        owners = split.patients if privacy.unit == "patient" else split.ids
+        owners = self._owners(split)
         rate = self._prices(len(set(owners))).rate
         sampler = PatientSampler(split.patients, rate=rate, unit=privacy.unit, source=NoiseSource())
         images, labels = _first_images(split, _CHECKED)
@@ -133,56 +134,41 @@ class AuditedRun:
         result = self._folder / "result.json"
         if self._study.privacy is None or not result.is_file():
             return Findings()
-        rounds, rows = read_result(result)["rounds"], []
-        for name, site in self._cohort.sites.items():
-            trained = [each["round"] for each in rounds if each["sites"].get(name, {}).get("status") in _TRAINED]
-            owners = site.train.patients if self._study.privacy.unit == "patient" else site.train.ids
-            look = partial(self._ledger, name, trained, self._prices(len(set(owners))).steps)
-            rows.append(check_row(name, look))
-        return Findings(rows)
+        facts = read_result(result)
+        looks = {name: partial(self._ledger, site, facts) for name, site in self._cohort.sites.items()}
+        return Findings([check_row(name, look) for name, look in looks.items()])
 
-    def _ledger(self, site: str, rounds: list[int], steps: int) -> Check:
-        folder = self._folder / "sites" / site / "ledger"
+    def _ledger(self, site: SiteData, facts: Mapping[str, Any]) -> Check:
+        folder = self._folder / "sites" / site.name / "ledger"
         name = name_of(folder)
         if name is None:
             return Check("ledger", False, "the site trained under differential privacy, and there is no ledger")
         ledger = Ledger(folder, sign=_no_signing, verify=verifier(key_of(folder)), signer="", name=name)
-        return check_ledger(ledger.entries(), rounds=rounds, steps=steps)
+        prices = self._spendings(site)
+        return check_ledger(
+            ledger.entries(),
+            used=_used(site, facts, prices),
+            prices=prices,
+            unit=self._privacy.unit,
+            shared=self._study.shared,
+        )
 
-    def _membership(self) -> Findings:
-        """Training images against test images, by the loss of the model that everybody gets."""
-        began = time.perf_counter()
-        try:
-            model, device = welcomed(self._study, self._handover.tensors, site="the audit")
-        except BadInput:
-            # Where classifiers stay at their sites, what is handed over may not answer at all.
-            return Findings()
-        scores, members = [], []
-        for site in self._cohort.sites.values():
-            for split, inside in ((site.train, True), (site.test, False)):
-                answer = predict(model, self._study.method, split, device=device)
-                scores.append(answer.probabilities[torch.arange(len(split)), split.labels].double().log().numpy())
-                members.append(np.full(len(split), inside))
-        found = membership(np.concatenate(scores), np.concatenate(members))
+    def _spendings(self, site: SiteData) -> Mapping[str, Spending]:
+        """What the run's own settings and the site's own patients make of each thing that is paid for."""
+        if self._by_record:
+            return self._prices(len(set(self._owners(site.train)))).spendings
+        return {UPDATE: Spending(noise_of(self._privacy, rounds=self._study.task.rounds), 1.0, 1)}
+
+    def _owners(self, split: Split) -> Sequence[str]:
+        """Whose presence is hidden, for every image."""
+        return split.ids if self._privacy.unit == "image" else split.patients
+
+    def _kept(self) -> Findings:
+        """What everybody was given: the models of the best and of the last round."""
         epsilon_ = self._privacy.epsilon
         ruled = self._study.privacy is not None and self._by_record and epsilon_ is not None and epsilon_ <= _STRONG
-        rule, passed = below(found.auc, _MOST_AUC) if ruled else ("", None)
-        return Findings(
-            [
-                Finding(
-                    subject="the run",
-                    attack="membership",
-                    setting=self._setting,
-                    figure=found.auc,
-                    unit="AUC",
-                    rule=rule,
-                    passed=passed,
-                    words=f"{found.members} training and {found.others} test images, model of round "
-                    f"{self._handover.round_number}; {100 * found.tpr:.1f} % of members found at 1 % false alarms",
-                    seconds=time.perf_counter() - began,
-                )
-            ]
-        )
+        models = attack_kept_models(self._folder, self._handover, self._cohort, setting=self._setting, ruled=ruled)
+        return Findings(list(models))
 
     def _inversion(self) -> Findings:
         """One training image of the first site behind a step from the common start."""
@@ -196,7 +182,7 @@ class AuditedRun:
         parties = max(2, len(self._cohort.sites))
         seen = {Setting.NONE: gradients[0], Setting.SECAGG: _summed(gradients[:parties])}
         if self._by_record:
-            noise = self._prices(len(set(split.patients))).step
+            noise = self._prices(len(set(self._owners(split)))).step
             noisy = [self._noisy(gradient, noise) for gradient in gradients]
             seen |= {Setting.DP: noisy[0], Setting.BOTH: _summed(noisy[:parties])}
         blind = psnr(guessed_blindly(pixels[0].shape), pixels[0])
@@ -299,6 +285,18 @@ class AuditedRun:
 
     def _mean_loss(self, model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
         return self._losses(model, normalised(pixels, pixels.shape[1]), labels).mean()
+
+
+def _used(site: SiteData, facts: Mapping[str, Any], prices: Mapping[str, Spending]) -> list[tuple[int, str]]:
+    """What a site did that is to be in its ledger, by the run's own record."""
+    found = []
+    for entry in facts["rounds"]:
+        own = entry["sites"].get(site.name, {})
+        if own.get("status") in _TRAINED:
+            found += [(entry["round"], what) for what in (*TRAINED, UPDATE) if what in prices]
+        if len(site.val) and (own.get("received") or own.get("val_accuracy") is not None):
+            found += [(entry["round"], what) for what in prices if what == "val counts"]
+    return found
 
 
 def _setting(*, private: bool, summed: bool) -> Setting:

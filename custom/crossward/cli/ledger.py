@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -84,6 +84,8 @@ def show(
     budget = Budget(last.epsilon if epsilon is None else epsilon, last.delta if delta is None else delta)
     rows = _rows(found, budget.delta)
     spent = rows[-1]["epsilon"]
+    against = _against(found.entries, budget.delta)
+    meaning = _meaning(spent, budget.delta, rows[0]["unit"], against)
     if plot is not None:
         points = [list(group)[-1] for _, group in groupby(rows, key=lambda row: (row["run"], row["round"]))]
         with atomic_file(plot) as stream:
@@ -96,7 +98,8 @@ def show(
             "budget": asdict(budget),
             "left": max(budget.epsilon - spent, 0.0),
             "unit": rows[0]["unit"],
-            "meaning": _meaning(spent, budget.delta, rows[0]["unit"]),
+            "against": against,
+            "meaning": meaning,
             "entries": rows,
         }
         typer.echo(json.dumps(facts, indent=2))
@@ -104,7 +107,7 @@ def show(
     console = Console(highlight=False, markup=False)
     console.print(_table(found.name, rows))
     console.print(_balance(spent, budget), soft_wrap=True)
-    for sentence in _meaning(spent, budget.delta, rows[0]["unit"]):
+    for sentence in meaning:
         console.print(sentence, soft_wrap=True)
     if plot is not None:
         console.print(f"Plot: {plot}", soft_wrap=True)
@@ -161,6 +164,7 @@ def _rows(found: _Found, delta: float) -> list[dict[str, Any]]:
                         for name in ("number", "time", "run", "round", "what", "split", "unit")
                     },
                     **asdict(entry.spending),
+                    "shared": entry.shared and asdict(entry.shared),
                     "epsilon": after,
                     "signer": signer,
                 }
@@ -212,15 +216,40 @@ _PRESENCE = {
 }
 
 
-def _meaning(spent: float, delta: float, unit: str) -> list[str]:
+def _against(entries: Sequence[Entry], delta: float) -> dict[str, Any] | None:
+    """Whom shared noise protects from, and epsilon against the server alone; None where a site brought all noise."""
+    shared = [entry.shared for entry in entries if entry.shared is not None]
+    if not shared:
+        return None
+    # What holds of every entry: the smallest sums, and no more colluders than any of them reckons with.
+    return {
+        "fewest": min(each.fewest for each in shared),
+        "colluders": min(each.colluders for each in shared),
+        "epsilon_server_alone": cost([entry.alone for entry in entries], delta=delta),
+    }
+
+
+def _meaning(spent: float, delta: float, unit: str, against: Mapping[str, Any] | None) -> list[str]:
     """What the figures say, for somebody who answers for patients' privacy."""
     factor = math.exp(spent) if spent < math.log(_MILLION) else _MILLION
     much = f"{factor:,.2f}" if factor < _MILLION else "more than a million"
     presence, beside = _PRESENCE[unit]
+    who, alone = "whoever sees everything that left this site so far", []
+    if against is not None:
+        others = against["colluders"]
+        who = (
+            f"the server, together with up to {others} other site{'' if others == 1 else 's'}, who sees all sums so far"
+        )
+        alone = [
+            f"Against the server alone it is {against['epsilon_server_alone']:.2f}. Sites share the noise of sums over "
+            f"{against['fewest']} or more of them: an update by itself, without its masks, has less of it than the "
+            "figures say."
+        ]
     return [
-        f"Epsilon: whoever sees everything that left this site so far, and knows all other data, can multiply the odds "
+        f"Epsilon: {who}, and knows all other data, can multiply the odds "
         f"that {presence} by {much} at most. 0 would tell nothing; it only grows, over all runs on this data, and the "
         "site stops by itself before a budget is passed.",
         f"Delta: the chance that this promise fails; {delta:g} is 1 in {1 / delta:,.0f}.",
         beside,
+        *alone,
     ]

@@ -22,6 +22,7 @@ from crossward.evaluate.flag_sheet import (
     scan_row,
     some_scans,
 )
+from crossward.evaluate.report_dp import against_in_words, spent_in_words
 from crossward.evaluate.table import Sheet, matrix_table, percent, site_table
 from crossward.evaluate.transfer import CPRR_IN_WORDS, DOMAINS_IN_WORDS, transfer_of, transfer_sheet
 from crossward.federation.turns import in_turn
@@ -76,15 +77,12 @@ def show_result(console: Console, result: Mapping[str, Any]) -> None:
 
 def _show_privacy(console: Console, privacy: Mapping[str, Any]) -> None:
     """Say what was spent of patients' privacy, where that was limited."""
-    spent = {name: value for name, value in (privacy.get("epsilon") or {}).items() if value is not None}
-    if not privacy.get("dp") or not spent:
+    settings = privacy.get("dp")
+    if not settings:
         return
-    told = ", ".join(f"{name} {value:.2f}" for name, value in spent.items())
-    console.print(
-        f"Differential privacy: epsilon {told} at delta {privacy['dp']['delta']:g}, for every {privacy['dp']['unit']}.",
-        soft_wrap=True,
-        highlight=False,
-    )
+    about = f"at delta {settings['delta']:g}, for every {settings['unit']}"
+    told = f"Differential privacy, epsilon {about}: {spent_in_words(privacy)} Against: {against_in_words(settings)}"
+    console.print(told, soft_wrap=True, highlight=False, markup=False)
 
 
 def show_personal(console: Console, result: Mapping[str, Any]) -> None:

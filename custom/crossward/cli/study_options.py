@@ -42,6 +42,13 @@ RingBits = Annotated[int, typer.Option(help="Bits a number takes under secure ag
 DpEpsilon = Annotated[
     float | None, typer.Option("--dp", help="Differential privacy: epsilon of the whole run at every site.")
 ]
+DpEpsilonOfARun = Annotated[
+    float | None,
+    typer.Option(
+        "--dp",
+        help="Differential privacy: epsilon of this run at every site; other runs on the same images are not counted.",
+    ),
+]
 DpNoise = Annotated[
     float | None, typer.Option("--dp-noise", help="Differential privacy: noise multiplier of a step, instead of --dp.")
 ]

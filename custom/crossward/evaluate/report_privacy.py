@@ -7,15 +7,11 @@ from typing import Any
 
 from crossward.evaluate.masked_differences import over_rounds
 from crossward.evaluate.plots import Html, join, tag
+from crossward.evaluate.report_dp import dp_in_words
 from crossward.evaluate.table import percent
 
 _SECAGG_ON = "The server saw only the sum of the hospitals' contributions, never one hospital's own."
 _SECAGG_OFF = "The server could read every hospital's update. An update can give away facts about the images behind it."
-_DP_ON = (
-    "Noise limits what anyone can learn about a single {unit} from all that was sent, in all rounds together. Epsilon "
-    "measures the limit: whatever is found out is at most exp(epsilon) times as likely with the {unit} as without, but "
-    "for a chance of {delta:g}. Smaller is safer. The numbers of patients count as public."
-)
 _DP_OFF = "No mathematical limit was set on what the model or the updates tell about a single patient."
 _MEASURED = {
     "shared/cosines": "cosines of updates are off",
@@ -32,17 +28,11 @@ def privacy_page(result: Mapping[str, Any]) -> Html:
     entries = [("Scans", join(_SCANS)), ("Secure aggregation", _stated(privacy["secagg"], _SECAGG_ON, _SECAGG_OFF))]
     if privacy["secagg"]:
         entries += _sums(result)
-    entries.append(("Differential privacy", _stated(privacy["dp"], _in_words(privacy["dp"]), _DP_OFF)))
-    spent = [f"{site} {value:.3g}" for site, value in (privacy["epsilon"] or {}).items() if value is not None]
-    if spent or privacy["dp"]:
-        entries.append(("Epsilon spent", join(", ".join(spent) or "not recorded")))
+    (title, limit), *more = dp_in_words(privacy) if privacy["dp"] else [("Differential privacy", "")]
+    entries.append((title, _stated(privacy["dp"], limit, _DP_OFF)))
+    entries += [(heading, join(words)) for heading, words in more]
     listed = [part for title, content in entries for part in (tag("dt", title), tag("dd", content))]
     return join(tag("h2", "What was protected"), tag("dl", *listed))
-
-
-def _in_words(settings: Any) -> str:
-    known = settings if isinstance(settings, Mapping) else {}
-    return _DP_ON.format(unit=known.get("unit", "patient"), delta=known.get("delta", 0.0))
 
 
 def _sums(result: Mapping[str, Any]) -> list[tuple[str, Html]]:

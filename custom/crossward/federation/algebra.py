@@ -74,9 +74,9 @@ class Algebra:
             if name in layout or name in set(Scope):
                 raise PrivacyRefusal(f"extra '{name}' has the name of a tensor of the model, or of a scope")
             self._declare(name, TensorSpec(Scope.SHARED, extra.shape), group=name, rule=extra.rule)
-        self.tallies = dict.fromkeys((SAMPLES, LOSS, SEEN, CORRECT), (1,)) | {
-            key: value.shape for key, value in self.measure(self._nothing()).items()
-        }
+        self.measured = {key: value.shape for key, value in self.measure(self._nothing()).items()}
+        """The numbers about updates that rules need, with their shapes."""
+        self.tallies = dict.fromkeys((SAMPLES, LOSS, SEEN, CORRECT), (1,)) | self.measured
         self.needs: Needs = max(
             (rule.needs for rule in self._rules.values()), key=_STRENGTH.__getitem__, default="nothing"
         )

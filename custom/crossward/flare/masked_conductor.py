@@ -48,7 +48,7 @@ class MaskedConductor(Conductor):
         job, roots = fl_ctx.get_job_id(), server_roots(fl_ctx)
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=roots, threads=os.cpu_count() or 1),
-            MaskedAlgebra(coordinator.algebra, bits=masking.bits),
+            MaskedAlgebra(coordinator.algebra, bits=masking.bits, reach=study.reach),
             study=study.trained_digest(),
             exchange=self._ask,
             evidence=Evidence(coordinator.checkpoint_path.parent),

@@ -126,11 +126,16 @@ class MaskedAlgebra:
     Args:
         algebra: layout and rules.
         bits: of the ring.
+        reach: where sites share the noise, how far a value of an update can be from 0 (``Study.reach``). A site's own
+            numbers have less noise than it takes, so they are in no other sum than that of the updates, and no limit
+            is made of them.
     """
 
-    def __init__(self, algebra: Algebra, *, bits: Bits) -> None:
+    def __init__(self, algebra: Algebra, *, bits: Bits, reach: float | None = None) -> None:
         self.algebra = algebra
         self._bits = bits
+        self.limits: dict[str, float] = {} if reach is None else dict.fromkeys(algebra.sent, reach)
+        """Limits that are the same in every round, whatever sites trained; none where they follow the sums."""
         validation: dict[str, tuple[int, ...]] = dict.fromkeys(VALIDATION, (1,))
         self.totals_first = algebra.needs != "nothing"
         """Whether tallies are summed before the plan; otherwise they go with the updates."""
@@ -186,6 +191,8 @@ class MaskedAlgebra:
             raise PrivacyRefusal(f"a sum of {request.kind} with a plan or with limits that do not belong to it")
         if request.plan is None:
             return
+        if self.limits and request.limits != self.limits:
+            raise PrivacyRefusal("of what has a share of the noise only, no sum is made but one in the range of all")
         if (request.plan.round_number, request.plan.cohort) != (request.round_number, request.cohort):
             raise PrivacyRefusal("a plan of another round, or for other sites than those of the sum")
         self.algebra.check_plan(request.plan)
@@ -320,11 +327,13 @@ class MaskedAlgebra:
         Of what the server cannot read it knows only the latter; after the first round the ranges of that stay.
 
         Args:
-            limits: of the last round.
+            limits: of the last round; those that are the same in every round stay.
             before: by tensor, the largest value of the sum of the round before; nothing after the first round.
             now: likewise, of the last round.
             numbers: of the last sum of UPDATES.
         """
+        if self.limits:
+            return dict(self.limits)
         found = {}
         for name, limit in limits.items():
             change = _ROOM if name in now or not before else 1.0

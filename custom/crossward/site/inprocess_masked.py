@@ -49,7 +49,7 @@ class MaskedInProcess(Run):
             release.tasks = Witness(name, Evidence(self._folder / "sites" / name)).over(release.tasks)
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=authority.roots),
-            MaskedAlgebra(self._coordinator.algebra, bits=masking.bits),
+            MaskedAlgebra(self._coordinator.algebra, bits=masking.bits, reach=self._study.reach),
             study=self._study.trained_digest(),
             exchange=self._exchange,
             evidence=Evidence(self._folder / "server"),

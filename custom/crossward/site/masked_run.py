@@ -87,14 +87,13 @@ class MaskedRun:
             return self._first(made, model)
 
         opened = None
-        if self._familiar(present):
+        if masked.limits or self._familiar(present):
+            limits = masked.limits or coordinator.limits
             try:
-                opened = self._sum(
-                    Kind.UPDATES, present, number=number, model=model, plan_for=plan_for, limits=coordinator.limits
-                )
+                opened = self._sum(Kind.UPDATES, present, number=number, model=model, plan_for=plan_for, limits=limits)
             except Refusal as refusal:
                 # Products may have outgrown their ranges: sites do not send what would be mostly signs.
-                if refusal.code is not Code.NO_SUM:
+                if refusal.code is not Code.NO_SUM or masked.limits:
                     raise
         if opened is None:
             ranges, ranged = self._once(Kind.RANGES, present, number=number, model=model, plan_for=plan_for)

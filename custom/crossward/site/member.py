@@ -28,7 +28,6 @@ from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
 from crossward.privacy.dp.accounting import Unpriceable
-from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.ledger import BudgetSpent, OtherUnit
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
@@ -42,7 +41,15 @@ from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, TASKS, TRAIN, Me
 from crossward.site.participant import Participant
 from crossward.site.payloads import payloads_of
 from crossward.site.policy import Policy
-from crossward.site.protection import Book, LearnedPictures, LedgerRefused, NotPrivate, Protection, certified_ledger
+from crossward.site.protection import (
+    Book,
+    LearnedPictures,
+    LedgerRefused,
+    NotFinite,
+    NotPrivate,
+    Protection,
+    certified_ledger,
+)
 from crossward.site.release import Credentials, Release
 from crossward.site.runfolder import DESCRIPTION, claim, clear_leftovers, hold
 from crossward.site.study import Study

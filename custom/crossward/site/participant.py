@@ -31,6 +31,7 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model, Task
 from crossward.privacy.dp.accounting import Part
+from crossward.privacy.dp.lines import Shared
 from crossward.privacy.dp.settings import Privacy, Unit
 from crossward.site.devices import Device
 from crossward.site.outbox import Outbox
@@ -69,7 +70,7 @@ class Participant:
         plugs: feature block and head.
         privacy: differential privacy of the study.
         book: where what is spent on it is written down.
-        shares: how many sites' noise is in every sum, where they share it.
+        shared: with whom the noise is shared, where it is.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Participant:
         plugs: Plugs,
         privacy: Privacy | None = None,
         book: Book | None = None,
-        shares: int = 1,
+        shared: Shared | None = None,
     ) -> None:
         found = (data.classes, tuple(data.train.images.shape[1:]))
         wanted = (task.classes, (task.channels, task.size, task.size))
@@ -114,8 +115,9 @@ class Participant:
                 training,
                 rounds=task.rounds,
                 releases=bool(self.algebra.extras),
-                shares=shares,
+                shared=shared,
                 book=book,
+                folder=folder,
                 device=self._device,
             )
 
@@ -127,6 +129,11 @@ class Participant:
     def rounds(self) -> int:
         """How many rounds the study plans."""
         return self._task.rounds
+
+    @property
+    def reach(self) -> float | None:
+        """How far a value of this site's updates can be from 0, where sites share the noise."""
+        return self.protection.reach if self.protection else None
 
     def receive(self, payload: Payload) -> Tally:
         """Take in the result of a round, keep it as a model that may be deployed, and count it on validation images."""

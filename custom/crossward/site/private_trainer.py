@@ -30,7 +30,7 @@ from crossward.site.devices import Device
 from crossward.site.trainer import Training
 
 CHECKED = 8
-"""Images of the batch that is held against micro-batches of one when a job starts."""
+"""Images of the batch that is held against micro-batches of one."""
 
 
 def train_privately(
@@ -47,6 +47,7 @@ def train_privately(
     clip: float,
     expected: float,
     device: Device,
+    note: Callable[[int, int], None] = lambda drawn, left_out: None,
 ) -> dict[str, Vector]:
     """Train a model in place for one round.
 
@@ -63,6 +64,8 @@ def train_privately(
         clip: largest norm of what one image adds to a step.
         expected: how many images a step has on average.
         device: where to compute.
+        note: is told at the end how many images were drawn, and how many of them counted as nothing because their loss
+            or gradient was not finite. That is for the site alone.
 
     Returns:
         The tally: the number of patients (of images, where they are the unit), which counts as public. Loss and right
@@ -70,7 +73,7 @@ def train_privately(
 
     Raises:
         SiteFailure: training diverged.
-        PrivacyRefusal: a loss or a gradient is not finite, or the model cannot be clipped image by image.
+        PrivacyRefusal: the model cannot be clipped image by image.
     """
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -82,11 +85,13 @@ def train_privately(
         weight_decay=training.weight_decay,
         foreach=True,
     )
+    drawn, left_out = 0, 0
     for _ in range(steps):
         # Draws go by place in the batch: under a known seed, one patient fewer would change what all later images get.
         context.generator.manual_seed(secrets.randbits(63))
         batch = _batch(split, torch.from_numpy(sampler.draw()), training, context, device)
-        clipper.backward(partial(_losses, model, method, batch, context, device, context.generator))
+        clipped = clipper.backward(partial(_losses, model, method, batch, context, device, context.generator))
+        drawn, left_out = drawn + len(clipped.losses), left_out + clipped.left_out
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if len(gradients) < len(parameters):
             raise PrivacyRefusal(f"{context.site}: a tensor was trained without a clipped gradient; nothing was sent")
@@ -95,6 +100,7 @@ def train_privately(
         torch._foreach_div_(gradients, expected)
         _add_penalty(method, model, context, parameters)
         optimiser.step()
+    note(drawn, left_out)
     if not all(torch.isfinite(tensor).all() for tensor in model.state_dict().values()):
         raise SiteFailure(
             site=context.site,
@@ -106,9 +112,20 @@ def train_privately(
 
 
 def check_training(
-    model: Model, method: Method, split: Split, context: Context, *, clip: float, device: Device
+    model: Model, method: Method, context: Context, *, shape: Sequence[int], classes: int, clip: float, device: Device
 ) -> float:
     """Hold one batch's clipped gradients against those of each image alone, before anything is spent.
+
+    The images are drawn by chance: nothing is paid for the site's own here, and a refusal would tell of them.
+
+    Args:
+        model: as it was received.
+        method: whose loss terms are used.
+        context: of the round that is about to be trained.
+        shape: of an image.
+        classes: how many there are.
+        clip: largest norm of what one image adds to a step.
+        device: where to compute.
 
     Returns:
         The largest relative difference.
@@ -125,14 +142,14 @@ def check_training(
     model.train()
     # Half precision would differ by more than is allowed.
     device = replace(device, half=None)
-    rows = torch.arange(min(CHECKED, len(split)))
-    images, labels = device.images(split.images[rows]), split.labels[rows].to(device.kind)
+    images = device.images(torch.randn(CHECKED, *shape, generator=torch.Generator().manual_seed(0)))
+    labels = (torch.arange(CHECKED) % classes).to(device.kind)
 
     def losses_of(chosen: Tensor) -> Callable[[], Tensor]:
         # Without chance, so that an image gets by itself what it gets in a batch.
         return partial(_losses, model, method, Batch(images[chosen], labels[chosen]), context, device, None)
 
-    return check_per_sample(model, losses_of, count=len(rows), clip=clip)
+    return check_per_sample(model, losses_of, count=CHECKED, clip=clip)
 
 
 def _batch(split: Split, rows: Tensor, training: Training, context: Context, device: Device) -> Batch:

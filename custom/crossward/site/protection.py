@@ -21,7 +21,7 @@ from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Context, Method, Model
 from crossward.privacy.dp.accounting import Budget, Part, Spending, Unpriceable
 from crossward.privacy.dp.ledger import BudgetSpent, Ledger, OtherUnit, check_budget, check_unit, key_of
-from crossward.privacy.dp.lines import Entry
+from crossward.privacy.dp.lines import Entry, Shared
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.dp.signing import Signer, certificate_signer, certificates, local_signer
@@ -36,6 +36,10 @@ class LedgerRefused(PrivacyRefusal):
 
 class NotPrivate(PrivacyRefusal):
     """The study cannot be trained image by image."""
+
+
+class NotFinite(PrivacyRefusal):
+    """Training gave an update whose values are not finite, so that it cannot be clipped."""
 
 
 class LearnedPictures(PrivacyRefusal):
@@ -97,17 +101,20 @@ class Protection(ABC):
         training: likewise.
         rounds: planned.
         releases: whether the method reports something beside its update.
-        shares: how many honest sites' noise is in every sum that can be opened; 1 where each brings all of it.
+        shared: with whom the site shares the noise; nobody where it brings all of it.
         book: where spending is written down first.
+        folder: of this run at this site.
         device: where to compute.
 
     Attributes:
         units: how many patients or images there are to train on, or 1 for the site as a whole.
         noise: of what trains the model, as a multiple of what one unit adds to it at most.
+        reach: where sites share the noise, how far a released value can be from 0; it does not depend on data.
     """
 
     units: int
     noise: float
+    reach: float | None = None
 
     def __init__(
         self,
@@ -117,13 +124,14 @@ class Protection(ABC):
         *,
         rounds: int,
         releases: bool,
-        shares: int,
+        shared: Shared | None,
         book: Book,
+        folder: Path,
         device: Device,
     ) -> None:
         self._data, self._privacy, self._training, self._device = data, privacy, training, device
-        self._rounds, self._releases, self._shares = rounds, releases, shares
-        self._book = book
+        self._rounds, self._releases, self._shared = rounds, releases, shared
+        self._book, self._folder = book, folder
         self._source = NoiseSource()
         self._split = _split_of(data)
 
@@ -204,6 +212,7 @@ class Protection(ABC):
                 spending=spending,
                 split=self._split,
                 unit=self._privacy.unit,
+                shared=self._shared,
             )
             for what, spending in spendings.items()
         ]

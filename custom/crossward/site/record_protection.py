@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,19 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
-from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.release import noisy_sums
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.settings import Privacy
+from crossward.site.journal import Journal
 from crossward.site.private_trainer import check_training, train_privately
 from crossward.site.protection import LearnedPictures, NotPrivate, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training
+
+TRAINED = ("steps", "release")
+"""What training a round costs, by its names in the ledger; the release where the method has one."""
+
+LEFT_OUT = "left-out.jsonl"
+"""In a run's folder at its site: how many images of each round counted as nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,16 @@ class Prices:
     release: float | None
     validation: float
     test: float
+
+    @property
+    def spendings(self) -> dict[str, Spending]:
+        """What is written into the ledger each time, by the name that it has there."""
+        found = {
+            "steps": Spending(self.step, self.rate, self.steps),
+            "val counts": Spending(self.validation, 1.0, 1, part="val"),
+            "test counts": Spending(self.test, 1.0, 1, part="test"),
+        }
+        return found if self.release is None else {**found, "release": Spending(self.release, 1.0, 1)}
 
 
 def prices_of(privacy: Privacy, training: Training, *, units: int, rounds: int, releases: bool) -> Prices:
@@ -92,7 +109,6 @@ class RecordProtection(Protection):
             unit="image" if privacy.unit == "image" else "patient",
             source=self._source,
         )
-        self._checked = False
 
     def planned(self) -> dict[str, Spending]:
         prices, rounds = self.prices, self._rounds
@@ -105,14 +121,19 @@ class RecordProtection(Protection):
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         clip, prices = self._privacy.clip, self.prices
-        if not self._checked:
-            with _the_jobs_own():
-                check_training(model, method, self._data.train, context, clip=clip, device=self._device)
-            self._checked = True
-        spent = {"steps": Spending(prices.step, prices.rate, prices.steps)}
-        if prices.release is not None:
-            spent["release"] = Spending(prices.release, 1.0, 1)
-        self._reserve(context.round_number, spent)
+        # In every round, as terms begin in later ones: prototypes are there from the second on, and ramps leave zero.
+        with _the_jobs_own():
+            check_training(
+                model,
+                method,
+                context,
+                shape=self._data.train.images.shape[1:],
+                classes=len(self._data.classes),
+                clip=clip,
+                device=self._device,
+            )
+        spendings = prices.spendings
+        self._reserve(context.round_number, {name: spendings[name] for name in TRAINED if name in spendings})
         with _the_jobs_own():
             return train_privately(
                 model,
@@ -127,7 +148,12 @@ class RecordProtection(Protection):
                 clip=clip,
                 expected=prices.rate * self.units,
                 device=self._device,
+                note=partial(self._note, context.round_number),
             )
+
+    def _note(self, round_number: int, drawn: int, left_out: int) -> None:
+        """For the site alone: how many images counted as nothing. A line in every round, whatever it says."""
+        Journal(self._folder / LEFT_OUT).write({"round": round_number, "drawn": drawn, "left_out": left_out})
 
     def extras(self, model: Model, method: Method, context: Context) -> Tensors:
         if self.prices.release is None:
@@ -159,22 +185,21 @@ class RecordProtection(Protection):
 
     def counted(self, part: Part, split: Split, right: Tensor, round_number: int) -> tuple[float, float]:
         """With noise; of a patient with several images each is a part."""
-        units, noise = float(self.units_in(split)), self.prices.validation if part == "val" else self.prices.test
+        units, name = float(self.units_in(split)), f"{part} counts"
         if not units:
             return 0.0, 0.0
-        self._reserve(round_number, {f"{part} counts": Spending(noise, 1.0, 1, part=part)})
+        spending = self.prices.spendings[name]
+        self._reserve(round_number, {name: spending})
         noisy = (_weights(split, self._privacy) * right.double()).sum().reshape(1)
-        self._source.add_to([noisy], scale=noise)
+        self._source.add_to([noisy], scale=spending.noise)
         return units, float(noisy.clamp(0.0, units))
 
 
 @contextmanager
 def _the_jobs_own() -> Iterator[None]:
-    """What cannot be told apart by image is the job's fault; numbers that are not finite are training's."""
+    """What cannot be told apart by image is the job's fault."""
     try:
         yield
-    except NotFinite:
-        raise
     except PrivacyRefusal as refusal:
         raise NotPrivate(str(refusal)) from refusal
 

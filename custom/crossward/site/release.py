@@ -99,7 +99,7 @@ class Release:
         self._memory = DurableMemory(memory)
         self._strikes = strikes or Strikes()
         self._threads = threads
-        self._masked = MaskedAlgebra(participant.algebra, bits=masking.bits)
+        self._masked = MaskedAlgebra(participant.algebra, bits=masking.bits, reach=participant.reach)
         self._secure: SecureSite | None = None
         self._model, self._round = "", 0
         self._reports: dict[Kind, Report] = {}
@@ -193,7 +193,12 @@ class Release:
         contribution, tally = self._masked.parts(request, self._reports[request.kind])
         checks = secure.group_key("checks", round_number=request.round_number) if layout.slots else None
         words = layout.encode(
-            contribution, tally, request.limits, rounding_key=self._chances(request), checks_key=checks
+            contribution,
+            tally,
+            request.limits,
+            rounding_key=self._chances(request),
+            checks_key=checks,
+            cut_off=not self._masked.limits,
         )
         del contribution
         try:

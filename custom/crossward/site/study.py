@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
@@ -12,15 +13,19 @@ from typing import Any, TypeVar, get_type_hints
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import BadInput, CrosswardError
 from crossward.federation.outliers import TIMES, Bound
+from crossward.federation.scopes import Scope
 from crossward.imaging.data import Cohort, SiteData
 from crossward.methods.base import Method, Model, Task
 from crossward.methods.registry import create, fits
+from crossward.privacy.dp.accounting import Spending, epsilon
+from crossward.privacy.dp.lines import Shared
 from crossward.privacy.dp.settings import Privacy
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.devices import Device
 from crossward.site.participant import Participant, Plugs
 from crossward.site.protection import Book
 from crossward.site.trainer import Training
+from crossward.site.update_protection import noise_of, reach_of
 
 Part = TypeVar("Part")
 
@@ -88,10 +93,12 @@ class Study:
             return
         if self.masking is None:
             raise BadInput("noise that sites share is enough in a sum only: it takes secure aggregation (--secagg)")
-        if self.method.algebra(self.task, self.model()).needs == "gram":
+        algebra = self.method.algebra(self.task, self.model())
+        personal = any(spec.scope is Scope.PERSONAL for spec in algebra.sent.values())
+        if algebra.needs == "gram" or algebra.measured or personal:
             raise BadInput(
-                f"{self.method.name} compares sites one by one, where shared noise is less than it takes; use a method "
-                "that does not, or leave out --dp-distributed"
+                f"{self.method.name} takes more of a site than its part of one sum, as to compare sites, where shared "
+                "noise is less than it takes; use a method that does not, or leave out --dp-distributed"
             )
 
     def private(self, privacy: Privacy) -> Study:
@@ -100,11 +107,18 @@ class Study:
         return replace(self, method=method, task=replace(self.task, norm="group"), privacy=privacy)
 
     @property
-    def noise_shares(self) -> int:
-        """How many honest sites' noise is at least in every sum, where they share it."""
+    def shared(self) -> Shared | None:
+        """With whom a site shares the noise, where sites do."""
         if self.masking is None or self.privacy is None or not self.privacy.distributed:
-            return 1
-        return max(1, self.masking.fewest - self.masking.colluders)
+            return None
+        return Shared(fewest=self.masking.fewest, colluders=self.masking.colluders)
+
+    @property
+    def reach(self) -> float | None:
+        """How far a value of any site's update can be from 0, where sites share the noise."""
+        if self.privacy is None:
+            return None
+        return reach_of(self.privacy, rounds=self.task.rounds, shared=self.shared)
 
     def masked(self, masking: Settings) -> Study:
         """The same study under secure aggregation, with the options that its method then demands."""
@@ -195,7 +209,7 @@ class Study:
             plugs=self.plugs,
             privacy=self.privacy,
             book=book,
-            shares=self.noise_shares,
+            shared=self.shared,
         )
 
     def digest(self) -> str:
@@ -204,7 +218,18 @@ class Study:
 
     def privacy_facts(self) -> dict[str, Any] | bool:
         """What a result says about differential privacy; false where there is none."""
-        return asdict(self.privacy) if self.privacy else False
+        if self.privacy is None:
+            return False
+        facts = asdict(self.privacy)
+        if self.shared is None:
+            return facts
+        noise, delta, rounds = noise_of(self.privacy, rounds=self.task.rounds), self.privacy.delta, self.task.rounds
+        more = math.sqrt(self.shared.fewest / self.shared.honest)
+        promised = {
+            "epsilon": epsilon([Spending(noise, 1.0, rounds)], delta=delta),
+            "epsilon_server_alone": epsilon([Spending(more * noise, 1.0, rounds)], delta=delta),
+        }
+        return {**facts, "shared": {**asdict(self.shared), **promised}}
 
     def trained_digest(self) -> str:
         """Hash what decides a site's update of a model, whatever the run or the job is called."""

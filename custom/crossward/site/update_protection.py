@@ -19,10 +19,34 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
-from crossward.privacy.dp.clipping_common import NotFinite
+from crossward.privacy.dp.lines import Shared
+from crossward.privacy.dp.noise import FARTHEST
 from crossward.privacy.dp.settings import Privacy
-from crossward.site.protection import Protection
+from crossward.site.protection import NotFinite, Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
+
+UPDATE = "update"
+"""What is paid for in every round, by its name in the ledger."""
+
+_ROUNDED = 1.001
+"""The clip, and what rounding in single precision may add to it."""
+
+
+def noise_of(privacy: Privacy, *, rounds: int) -> float:
+    """Noise of one update, as a multiple of the clip: the planned rounds together stay within epsilon."""
+    return privacy.noise or calibrate(epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=rounds)
+
+
+def reach_of(privacy: Privacy, *, rounds: int, shared: Shared | None) -> float | None:
+    """How far a value of an update can be from 0, where sites share the noise; None where they do not.
+
+    It is the clip and the farthest noise that there is, so that nothing is ever cut off. It follows from the study
+    alone: limits made of the updates themselves, or counts of what they cut off, would be releases of what has a share
+    of the noise only.
+    """
+    if shared is None:
+        return None
+    return privacy.clip * (_ROUNDED + FARTHEST * noise_of(privacy, rounds=rounds) / math.sqrt(shared.honest))
 
 
 class UpdateProtection(Protection):
@@ -32,15 +56,14 @@ class UpdateProtection(Protection):
 
     def __init__(self, data: SiteData, privacy: Privacy, training: Training, **options: Any) -> None:
         super().__init__(data, privacy, training, **options)
-        self.noise = privacy.noise or calibrate(
-            epsilon=privacy.epsilon or math.nan, delta=privacy.delta, rate=1.0, steps=self._rounds
-        )
+        self.noise = noise_of(privacy, rounds=self._rounds)
+        self.reach = reach_of(privacy, rounds=self._rounds, shared=self._shared)
 
     def planned(self) -> dict[str, Spending]:
         return {"update": Spending(self.noise, 1.0, self._rounds)}
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
-        self._reserve(context.round_number, {"update": Spending(self.noise, 1.0, 1)})
+        self._reserve(context.round_number, {UPDATE: Spending(self.noise, 1.0, 1)})
         train_round(model, method, self._data.train, context, training=self._training, device=self._device)
         # Every site counts the same, and nothing is counted: a number of images would be a part of what is hidden.
         return {SAMPLES: np.ones(1), **{key: np.zeros(1) for key in (LOSS, SEEN, CORRECT)}}
@@ -61,7 +84,7 @@ class UpdateProtection(Protection):
         """Clip the update's joint norm and add noise to all of it; personal tensors as what changed in them.
 
         With noise that the sites share, one site's own is less than it takes: only a sum may be seen, which has that
-        of at least ``shares`` honest ones.
+        of all the honest ones that are left in the smallest.
         """
         moved = {name: value - payload.tensors[name] if name in personal else value for name, value in update.items()}
         norm = math.hypot(*(float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in moved.values()))
@@ -72,7 +95,8 @@ class UpdateProtection(Protection):
             )
         scale = min(1.0, self._privacy.clip / norm) if norm else 1.0
         clipped = {name: value * scale for name, value in moved.items()}
-        self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(self._shares))
+        parts = self._shared.honest if self._shared else 1
+        self._source.add_to(list(clipped.values()), scale=self.noise * self._privacy.clip / math.sqrt(parts))
         return {name: value + payload.tensors[name] if name in personal else value for name, value in clipped.items()}
 
     def units_in(self, split: Split) -> int:

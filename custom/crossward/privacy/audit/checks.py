@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from crossward.federation.contract import Vector
 from crossward.privacy.audit.findings import Finding, Setting
+from crossward.privacy.dp.accounting import Spending
 from crossward.privacy.dp.clipping import clipper_for
-from crossward.privacy.dp.lines import Entry
+from crossward.privacy.dp.lines import Entry, Shared
 from crossward.privacy.dp.noise import NoiseSource
 from crossward.privacy.dp.sampling import PatientSampler
 
@@ -126,22 +127,44 @@ def check_clipping(
     )
 
 
-def check_ledger(entries: Sequence[Entry], *, rounds: Collection[int], steps: int) -> Check:
-    """Every round that a site trained was reserved in its ledger first, with all of its steps.
+def check_ledger(
+    entries: Sequence[Entry],
+    *,
+    used: Collection[tuple[int, str]],
+    prices: Mapping[str, Spending],
+    unit: str,
+    shared: Shared | None = None,
+) -> Check:
+    """Everything that a site used was reserved in its ledger, and as what it was.
 
     Args:
         entries: of the run, in the site's ledger.
-        rounds: that the site reported.
-        steps: of a round.
+        used: what the site did, as rounds and the names of entries.
+        prices: by name, what the run really does at the site each time.
+        unit: whose presence the run hides.
+        shared: with whom its sites share the noise.
     """
-    paid = {
-        number: sum(each.spending.steps for each in entries if (each.round, each.what) == (number, "steps"))
-        for number in rounds
-    }
-    missing = [number for number, count in sorted(paid.items()) if count < steps]
-    if missing:
-        return Check("ledger", False, f"rounds {missing} were trained, and are not in the ledger with {steps} steps")
-    return Check("ledger", True, f"all {len(paid)} rounds were reserved, with {steps} steps each")
+    for entry in entries:
+        price = prices.get(entry.what)
+        if price is None:
+            continue
+        told, is_ = _claim(entry.spending, entry.unit, entry.shared), _claim(price, unit, shared)
+        if told != is_:
+            said = f"round {entry.round}: '{entry.what}' is in the ledger with {told}, and the run's own is {is_}"
+            return Check("ledger", False, said)
+    for number, what in sorted(used):
+        paid = sum(each.spending.steps for each in entries if (each.round, each.what) == (number, what))
+        if paid < prices[what].steps:
+            said = f"round {number} used {what}, {prices[what].steps} times; the ledger has {paid} of them"
+            return Check("ledger", False, said)
+    said = ", ".join(f"{what} with {_claim(prices[what], unit, shared)}" for what in sorted({what for _, what in used}))
+    return Check("ledger", True, f"all that was used in {len({number for number, _ in used})} rounds: {said}")
+
+
+def _claim(spending: Spending, unit: str, shared: Shared | None) -> str:
+    """What an entry says of every step, in words that are the same where it is the same."""
+    told = f"noise {spending.noise:g}, rate {spending.rate:.6g} of {spending.part} patients, hiding a {unit}"
+    return told if shared is None else f"{told}, shared by {shared.fewest} sites with {shared.colluders} colluding"
 
 
 def _alike(first: Vector, second: Vector) -> bool:

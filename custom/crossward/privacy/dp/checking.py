@@ -1,4 +1,4 @@
-"""Whether clipped gradients of a batch are those of its images alone: looked at before a job spends anything.
+"""Whether clipped gradients of a batch are those of its images alone: looked at before a round spends anything.
 
 A layer or a loss that mixes images would make a gradient that clipping does not bound. Nothing in a model's code can
 prove that there is none, so one batch is held against its images one by one, by plain automatic differentiation.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.dp.clipping import clipper_for
-from crossward.privacy.dp.clipping_common import factors_of
+from crossward.privacy.dp.clipping_common import countable, factors_of
 
 TOLERANCE = 1e-4
 """Largest relative difference; float32 and kernels for other batch sizes make some 1e-6."""
@@ -81,7 +81,13 @@ def _difference(
 ) -> tuple[float, str]:
     """The largest relative difference, and the parameter that is farthest off."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    norms = clipper_for(model, clip=clip).backward(losses_of(rows)).norms.double().cpu()
+    clipped = clipper_for(model, clip=clip).backward(losses_of(rows))
+    if clipped.left_out == len(rows):
+        raise PrivacyRefusal(
+            "the model gives no image a loss with a finite gradient, so that nothing shows whether images are mixed. "
+            "Lower the learning rate"
+        )
+    norms = clipped.norms.double().cpu()
     together = {name: _taken(parameter) for name, parameter in named.items()}
     alone, summed = _one_by_one(named, losses_of, rows, clip)
     floor = max(FLOOR * min(clip, float(alone.max())), torch.finfo(torch.float32).tiny)
@@ -120,15 +126,18 @@ def _one_by_one(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Norms of every row's gradient, and the sum of the clipped ones, in double precision."""
     summed = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in named.items()}
-    norms = []
+    norms = torch.zeros(len(rows), dtype=torch.float64)
     for row in rows.split(1):  # type: ignore[no-untyped-call]
-        losses_of(row)().sum().backward()  # type: ignore[no-untyped-call]
+        losses = losses_of(row)()
+        losses.sum().backward()  # type: ignore[no-untyped-call]
         gradients = {name: _taken(parameter).double() for name, parameter in named.items()}
         norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
-        norms.append(norm.cpu())
+        if not countable(losses, norm).all():
+            continue
+        norms[row] = norm.cpu()
         for name, gradient in gradients.items():
             summed[name] += factors_of(norm, clip) * gradient
-    return torch.stack(norms), summed
+    return norms, summed
 
 
 def _taken(parameter: nn.Parameter) -> Tensor:

@@ -23,8 +23,8 @@ from crossward.privacy.dp.clipping_common import (
     ClipsSamples,
     UnknownLayer,
     check_clippable,
-    check_finite,
     check_losses,
+    countable,
     factors_of,
 )
 from crossward.privacy.dp.clipping_layers import Call, Layer, Matrix, is_changed, layer_of, square
@@ -83,6 +83,14 @@ class _Share:
             self.notes = []
         self.squares = torch.stack(found).sum(dim=0) if found else None
         return room
+
+    def leave_out(self, rows: Tensor) -> None:
+        """Take samples [b] out of all that the sum is made of: a factor of 0 makes nothing of what is not finite."""
+        self.small = {name: _without(rows, each) for name, each in self.small.items()}
+        self.notes = [(_without(rows, inputs), _without(rows, gradient)) for inputs, gradient in self.notes]
+        if self.kept is not None:
+            left_out = rows.tolist()
+            self.kept = [torch.zeros_like(each) if out else each for each, out in zip(self.kept, left_out, strict=True)]
 
     def add_up(self, factors: Tensor) -> None:
         """Give every parameter its gradient."""
@@ -145,7 +153,7 @@ class Clipper:
             losses: runs the forward pass and gives the loss of every sample, [b].
 
         Raises:
-            PrivacyRefusal: a loss or norm is not finite, or something was found that mixes samples.
+            PrivacyRefusal: something was found that mixes samples.
         """
         trained = _trained(self._model)
         if [id(parameter) for parameter in trained] != self._trained:
@@ -162,11 +170,15 @@ class Clipper:
             self._finish(shares)
             squares = [share.squares for share in shares.values() if share.squares is not None]
             norms = torch.stack(squares).sum(dim=0).sqrt() if squares else found.new_zeros(len(found)).double()
-            check_finite(norms, "gradient's norm")
+            out = ~countable(found, norms)
+            left_out = int(out.sum())
+            norms = norms.masked_fill(out, 0.0)
             factors = factors_of(norms, self._clip)
             for share in shares.values():
+                if left_out:
+                    share.leave_out(out)
                 share.add_up(factors)
-        return Clipped(found.detach(), norms.to(found.dtype))
+        return Clipped(found.detach(), norms.to(found.dtype), left_out)
 
     @contextmanager
     def _watched(self, shares: dict[str, _Share], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -225,10 +237,14 @@ class Clipper:
 
     def _prove(self, name: str, layer: Layer, inputs: Tensor, output: Tensor) -> None:
         """See at its first images that a module with a forward pass of its own gives the plain result."""
-        if not len(inputs):
-            return
         with torch.no_grad():
             plain = layer.plain(inputs)
+            # What is not finite can be held against nothing, and is left out of the step.
+            finite = torch.isfinite(plain.flatten(1)).all(dim=1)
+            if not finite.any():
+                return
+            if len(plain) == len(output):
+                plain, output = plain[finite], output[finite]
             if plain.shape != output.shape or not (plain - output).abs().max() <= _SAME * plain.abs().max():
                 raise PrivacyRefusal(
                     f"'{name}' ({type(layer.module).__name__}) computes something else than a plain layer with its "
@@ -275,6 +291,10 @@ def _layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _without(rows: Tensor, values: Tensor) -> Tensor:
+    return values.masked_fill(rows.view(-1, *[1] * (values.ndim - 1)), 0.0)
 
 
 def _full_precision(device: torch.device) -> torch.autocast:

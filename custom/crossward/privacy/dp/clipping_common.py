@@ -19,21 +19,19 @@ class UnknownLayer(PrivacyRefusal):
     """A model has parameters that the fast way does not know, and Opacus may."""
 
 
-class NotFinite(PrivacyRefusal):
-    """Training gave numbers that are not finite, and cannot be clipped."""
-
-
 @dataclass(frozen=True)
 class Clipped:
     """What is known of a step's samples; none of it may leave the site.
 
     Attributes:
         losses: [b].
-        norms: [b], of the gradients before clipping.
+        norms: [b], of the gradients before clipping; 0 where a sample is left out.
+        left_out: how many samples have a loss or a norm that is not finite. They add nothing.
     """
 
     losses: Tensor
     norms: Tensor
+    left_out: int = 0
 
 
 class ClipsSamples(Protocol):
@@ -70,23 +68,22 @@ def check_clippable(model: nn.Module, clip: float) -> None:
             )
 
 
-def check_finite(values: Tensor, what: str) -> None:
-    """Refuse a step with numbers that cannot be clipped."""
-    if not torch.isfinite(values).all():
-        raise NotFinite(
-            f"the {what} of an image is not a finite number, and cannot be clipped; nothing was released. "
-            "Lower the learning rate, or repair the site's images"
-        )
-
-
 def check_losses(losses: Tensor) -> None:
-    """Refuse losses that are not one finite number for each sample."""
+    """Refuse losses that are not one number for each sample."""
     if losses.ndim != 1:
         raise PrivacyRefusal(
             f"a loss has the shape {list(losses.shape)} instead of one number for each image: it mixes images, and "
             "its gradient cannot be clipped per image. Use a loss per image"
         )
-    check_finite(losses.detach(), "loss")
+
+
+def countable(losses: Tensor, norms: Tensor) -> Tensor:
+    """Which samples count, [b]: those whose loss and norm are finite.
+
+    The others have no direction that could be clipped. To refuse the step would show them to everybody who sees that a
+    site stops, however much noise there is; so they are out of the sum, as if they were not there.
+    """
+    return torch.isfinite(losses.detach()) & torch.isfinite(norms)
 
 
 def factors_of(norms: Tensor, clip: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossward.federation.errors import PrivacyRefusal
-from crossward.privacy.dp.clipping_common import Clipped, check_clippable, check_finite, check_losses, factors_of
+from crossward.privacy.dp.clipping_common import Clipped, check_clippable, check_losses, countable, factors_of
 
 _LEFT_ON_PARAMETERS = ("grad_sample", "_current_grad_sample", "_forward_counter")
 _LEFT_ON_MODULES = ("activations", "max_batch_len")
@@ -47,7 +47,7 @@ class OpacusClipper:
             losses: runs the forward pass and gives the loss of every sample, [b].
 
         Raises:
-            PrivacyRefusal: a loss or norm is not finite, or gradients cannot be told apart by sample.
+            PrivacyRefusal: gradients cannot be told apart by sample.
         """
         parameters = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
         inactive = next((name for name, module in self._model.named_modules() if not module.training), None)
@@ -66,11 +66,14 @@ class OpacusClipper:
                 torch.linalg.vector_norm(gradients.flatten(1), dim=1).double().square() for gradients in each.values()
             ]
             norms = torch.stack(squares).sum(dim=0).sqrt() if len(found) else found.new_zeros(0).double()
-            check_finite(norms, "gradient's norm")
+            out = ~countable(found, norms)
+            norms = norms.masked_fill(out, 0.0)
             factors = factors_of(norms, self._clip)
             for name, parameter in parameters.items():
+                # A factor of 0 would make nothing of what is not finite.
+                each[name][out] = 0.0
                 parameter.grad = torch.tensordot(factors.to(each[name].dtype), each[name], dims=1)
-        return Clipped(found.detach(), norms.to(found.dtype))
+        return Clipped(found.detach(), norms.to(found.dtype), int(out.sum()))
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:

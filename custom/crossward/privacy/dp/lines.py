@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,6 +26,30 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Noise of which a site brings its share only: what it is accounted for is in sums, and against whom is said here.
+
+    Attributes:
+        fewest: sites of any sum that can be opened.
+        colluders: how many of them may work together with the server, and take their own noise away.
+    """
+
+    fewest: int
+    colluders: int
+
+    def __post_init__(self) -> None:
+        if {type(self.fewest), type(self.colluders)} != {int} or not 0 <= self.colluders < self.fewest:
+            raise PrivacyRefusal(
+                f"a share of the noise of sums over {self.fewest} sites, {self.colluders} of which may collude, is none"
+            )
+
+    @property
+    def honest(self) -> int:
+        """How many sites' noise is in every sum, whatever the others take away: each brings one part in so many."""
+        return self.fewest - self.colluders
+
+
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """Something that costs privacy, on disk before it is done.
 
@@ -35,6 +60,7 @@ class Entry:
         spending: what it costs.
         unit: whose presence it hides: an image's, a patient's or a whole site's.
         split: which division of the patients into parts it was; the run's own where nothing is said.
+        shared: with whom the site shares the noise; nobody where it brings all of it.
         number: of the entry in its ledger, from 1.
         previous: hash of the line before the entry's.
         time: when it was reserved, UTC.
@@ -46,6 +72,7 @@ class Entry:
     spending: Spending
     unit: str
     split: str = ""
+    shared: Shared | None = None
     number: int = 0
     previous: str = ""
     time: str = ""
@@ -55,6 +82,14 @@ class Entry:
             raise PrivacyRefusal("an entry of a ledger names its run, its round, what it is and its split")
         if self.unit not in UNITS:
             raise PrivacyRefusal(f"an entry of a ledger says whose presence it hides, which '{self.unit}' does not")
+
+    @property
+    def alone(self) -> Entry:
+        """The same against the server alone: nobody takes noise away from the sums."""
+        if self.shared is None:
+            return self
+        more = math.sqrt(self.shared.fewest / self.shared.honest)
+        return replace(self, spending=replace(self.spending, noise=more * self.spending.noise))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +146,7 @@ def write_line(
         "time": time,
         "signer": signer,
         "budget": asdict(budget),
-        "entries": [{**{field: getattr(each, field) for field in _SAID}, **asdict(each.spending)} for each in entries],
+        "entries": [_written(each) for each in entries],
     }
     return _signed(_LINE, body, sign) + b"\n"
 
@@ -173,9 +208,16 @@ def read_anchor(content: bytes, *, name: str, verify: Verify) -> Anchor:
         raise Damaged("does not say what an anchor says") from error
 
 
+def _written(entry: Entry) -> dict[str, Any]:
+    """An entry as it stands in a line; those of before there was shared noise look the same."""
+    shared = {} if entry.shared is None else {"shared": asdict(entry.shared)}
+    return {**{field: getattr(entry, field) for field in _SAID}, **asdict(entry.spending), **shared}
+
+
 def _entry(values: Mapping[str, Any]) -> Entry:
     spending = Spending(**{field: values[field] for field in ("noise", "rate", "steps", "part")})
-    return Entry(**{field: values[field] for field in _SAID}, spending=spending)
+    shared = Shared(**values["shared"]) if "shared" in values else None
+    return Entry(**{field: values[field] for field in _SAID}, spending=spending, shared=shared)
 
 
 def _signed(kind: str, body: Mapping[str, Any], sign: Callable[[bytes], bytes]) -> bytes:

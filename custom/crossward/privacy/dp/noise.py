@@ -38,6 +38,9 @@ from crossward.federation.errors import PrivacyRefusal
 GRID_BITS = 30
 """A step is between 2^-30 and 2^-31 of the noise's scale."""
 
+FARTHEST = 10.0
+"""Standard deviations that no noise goes beyond: the smallest of numbers of 64 bits makes 9.4."""
+
 _KEY_BYTES, _WORD = 32, 8
 # Pairs at a time: their buffers stay in the processor's cache.
 _PAIRS = 8192

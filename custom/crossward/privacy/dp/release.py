@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from crossward.federation.errors import PrivacyRefusal
-from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.noise import NoiseSource
 
 CUT_BITS = 22
@@ -40,7 +39,7 @@ def noisy_sums(
         The noisy sums by name, float64.
 
     Raises:
-        PrivacyRefusal: a value is not finite, or the sums would not be what is accounted for.
+        PrivacyRefusal: the sums would not be what is accounted for.
     """
     if not 0 < noise < math.inf:
         raise _refused(f"its noise is {noise}, and must be a finite number above 0")
@@ -61,15 +60,19 @@ def noisy_sums(
 
 
 def _bounded(batch: Mapping[str, Tensor], weights: Tensor, grid: float) -> dict[str, Tensor]:
-    """Every sample's parts with a joint norm of at most its weight, in multiples of the grid."""
+    """Every sample's parts with a joint norm of at most its weight, in multiples of the grid.
+
+    A sample with values that are not finite counts as nothing: a refusal would show that it is there.
+    """
     weights = weights.double()
     if weights.dim() != 1 or any(part.dim() < 1 or len(part) != len(weights) for part in batch.values()):
         raise _refused("there is not one weight for each sample")
     if not ((weights >= 0) & (weights <= 1)).all():
         raise _refused("a weight is not from 0 to 1")
     exact = {name: part.double() for name, part in batch.items()}
-    if not all(torch.isfinite(part).all() for part in exact.values()):
-        raise NotFinite("a release of noisy sums was not made: a sample has values that are not finite. Nothing left")
+    rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in exact.values()]
+    out = ~torch.isfinite(torch.cat([weights.new_zeros(len(weights), 1), *rows], dim=1)).all(dim=1)
+    exact = {name: part.masked_fill(_by_row(out, part), 0.0) for name, part in exact.items()}
     rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in exact.values()]
     norm = torch.linalg.vector_norm(torch.cat([weights.new_zeros(len(weights), 1), *rows], dim=1), dim=1)
     share = weights / norm.clamp_min(1)

@@ -110,6 +110,7 @@ class VectorLayout:
         rounding_key: bytes | None = None,
         checks_key: bytes | None = None,
         cipher: CipherName = "aes-256-ctr",
+        cut_off: bool = True,
     ) -> Words:
         """Write one site's contribution and tally.
 
@@ -120,6 +121,7 @@ class VectorLayout:
             rounding_key: see ``Ring.encode_into``; every section gets one of its own from it.
             checks_key: of the slots' check words, which are zero without it.
             cipher: likewise.
+            cut_off: whether products beyond their limits may be held at them.
 
         Raises:
             PrivacyRefusal: a number is not finite or too large, a limit would cut off much of a tensor, or the
@@ -142,6 +144,8 @@ class VectorLayout:
                 rounding_key=rounding_key and derive(rounding_key, "rounding", parts=[section.slot, section.name]),
                 cipher=cipher,
             )
+            if held and not cut_off:
+                raise PrivacyRefusal(f"'{section.name}' has values beyond the range that all sites have in common")
             if values.size >= _MANY_VALUES and held > _MOST_HELD * values.size:
                 raise PrivacyRefusal(f"the range for '{section.name}' is so narrow that mostly signs would be left")
             outside[section.name] = outside.get(section.name, 0) + held
