@@ -362,7 +362,7 @@ def test_a_hundredfold_update_ends_the_job_and_names_its_site(bench: Bench) -> N
     assert outcome["numbers"]["times"] > 5
     assert outcome["round"] == 3
     assert int(read_tensors(ended.folder / "checkpoint.safetensors")[1]["round"]) == 3
-    assert ended.panics[0].startswith("code 49: round 4: the sites' updates together are ")
+    assert ended.panics[0].startswith("code 54: round 4: the sites' updates together are ")
 
 
 def test_a_site_that_does_not_answer_the_first_task_is_named(bench: Bench) -> None:

@@ -38,9 +38,12 @@ SERVERS = {
     Code.NOT_RESUMABLE,
     Code.ABORTED,
     Code.NO_SUM,
-    Code.OUTLIER,
+    Code.CAUGHT,
     Code.GATE,
     Code.NOT_DECLARED,
+    Code.DISPUTED,
+    Code.QUARREL,
+    Code.OUTLIER,
 }
 """What only the server can find."""
 SITES_OWN = sorted(set(Code) - SERVERS)

@@ -31,6 +31,7 @@ from crossward.privacy.dp.signing import verifier
 from crossward.privacy.secagg.throwaway import Authority
 from crossward.site import messages, participant
 from crossward.site.declaration import Declaration
+from crossward.site.journal import read_journal
 from crossward.site.member import Member
 from crossward.site.messages import EVALUATE, FINISH, JOIN, OK, SCORES, TRAIN, Message
 from crossward.site.participant import Participant
@@ -235,9 +236,9 @@ def test_a_job_with_other_classes_hears_no_number_of_images(made: Any, tmp_path:
 @pytest.mark.parametrize("unit", UNITS)
 def test_nor_does_one_leave_whoever_would_tell_it(unit: Unit) -> None:
     answer = {"code": int(Code.LABELS), "numbers": {"unknown": 3.0, "images": 40.0}}
-    with pytest.raises(PrivacyRefusal, match="no number of images may leave"):
-        Declaration(OPEN.private(Privacy(epsilon=4.0, unit=unit))).rebuild(JOIN, answer)
-    assert Declaration(OPEN).rebuild(JOIN, answer) == answer
+    for study in (OPEN, OPEN.private(Privacy(epsilon=4.0, unit=unit))):
+        with pytest.raises(PrivacyRefusal, match="unknown"):
+            Declaration(study).rebuild(JOIN, answer)
 
 
 @pytest.mark.usefixtures("unread")
@@ -362,22 +363,36 @@ def test_a_price_that_cannot_be_worked_out_is_not_the_ledgers_fault(made: Any, m
     assert refused(made(study, max_epsilon=0.9).answer(TRAIN, to_train(study))) == (Code.NO_PRICE, {})
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("unit", UNITS)
-def test_numbers_that_are_not_finite_are_said_to_be_training_that_diverged(
-    made: Any, monkeypatch: pytest.MonkeyPatch, unit: Unit, after: int
-) -> None:
-    """Before anything is spent, where one batch shows it, and in the middle of a round."""
-    calls = iter(range(1000))
-    terms = Method.terms
+def overflowing(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """Losses are not finite from so many steps on."""
+    calls, terms = iter(range(1000)), Method.terms
 
-    def overflowing(self: Any, model: Any, trace: Any, batch: Any, context: Any) -> Any:
+    def too_large(self: Any, model: Any, trace: Any, batch: Any, context: Any) -> Any:
         found = terms(self, model, trace, batch, context)
-        return found if next(calls) < 20 * after else {name: term * torch.inf for name, term in found.items()}
+        return found if next(calls) < after else {name: term * torch.inf for name, term in found.items()}
 
+    monkeypatch.setattr(Method, "terms", too_large)
+
+
+@pytest.mark.parametrize("after", [0, 20])
+def test_where_a_site_is_hidden_losses_that_are_not_finite_are_said_to_be_training_that_diverged(
+    made: Any, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    study = made_up_study("fedavg", rounds=2, steps=30).private(Privacy(noise=1.0, unit="site"))
+    overflowing(monkeypatch, after=after)
+    assert refused(made(study, privacy_unit="site").answer(TRAIN, to_train(study))) == (Code.DIVERGED, {})
+
+
+@pytest.mark.parametrize("unit", ["patient", "image"])
+def test_where_a_patient_is_hidden_they_count_as_nothing_and_nobody_hears_of_them(
+    made: Any, monkeypatch: pytest.MonkeyPatch, unit: Unit, tmp_path: Path
+) -> None:
+    """That a round ends would tell of one image, whatever the noise."""
     study = made_up_study("fedavg", rounds=2, steps=30).private(Privacy(noise=1.0, unit=unit))
-    monkeypatch.setattr(Method, "terms", overflowing)
-    assert refused(made(study, privacy_unit=unit).answer(TRAIN, to_train(study))) == (Code.DIVERGED, {})
+    overflowing(monkeypatch, after=20)
+    assert made(study, privacy_unit=unit).answer(TRAIN, to_train(study))["code"] == OK
+    (noted,) = read_journal(tmp_path / "state" / "runs" / RUN / "left-out.jsonl")
+    assert 0 < noted["left_out"] < noted["drawn"]
 
 
 def test_an_update_too_long_to_be_clipped_is_said_to_be_training_that_diverged(

@@ -133,7 +133,7 @@ class MaskedAlgebra:
 
     def __init__(self, algebra: Algebra, *, bits: Bits, reach: float | None = None) -> None:
         self.algebra = algebra
-        self._bits = bits
+        self.bits = bits
         self.limits: dict[str, float] = {} if reach is None else dict.fromkeys(algebra.sent, reach)
         """Limits that are the same in every round, whatever sites trained; none where they follow the sums."""
         validation: dict[str, tuple[int, ...]] = dict.fromkeys(VALIDATION, (1,))
@@ -207,7 +207,7 @@ class MaskedAlgebra:
         template: Contribution = {}
         if request.kind is Kind.UPDATES:
             template = self._contribution(self._anybodys(request.round_number), request, 0)
-        return VectorLayout(template, self._tallies[request.kind], parties=len(request.cohort), bits=self._bits)
+        return VectorLayout(template, self._tallies[request.kind], parties=len(request.cohort), bits=self.bits)
 
     def binding(self, request: Request, *, study: str, model: str) -> Binding:
         """What the keys of the attempt are bound to.

@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from crossward.federation.contract import Payload, Report, Sealed, Summed, Tally, Vector
-from crossward.federation.rules import divide
+from crossward.federation.contract import Payload, Report, Tally, Vector
 from crossward.federation.scopes import tensors_digest
 from crossward.privacy.secagg.attempt import Blamed
 from crossward.privacy.secagg.identity import Identity
 from crossward.privacy.secagg.keys import derive
-from crossward.privacy.secagg.masks import remove_pads
 from crossward.privacy.secagg.memory import hold_to
-from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.settings import Settings
 from crossward.privacy.secagg.site import SecureSite
 from crossward.privacy.secagg.sketch import rotation, sketch
 from crossward.privacy.secagg.strikes import Strikes
-from crossward.privacy.secagg.vector import checked
 from crossward.privacy.sums import TEST, Kind, MaskedAlgebra, Request, received_digest
 from crossward.site import messages
 from crossward.site.mask_memory import DurableMemory
@@ -49,6 +43,7 @@ from crossward.site.messages import (
 from crossward.site.one_sum import EVERY_STUDY, hold_to_one_sum, tensor_digests
 from crossward.site.participant import Participant
 from crossward.site.troubles import Code, Refusal
+from crossward.site.unsealing import turned, unsealed
 
 MOST_SKETCHES = 4
 """Keys under which one update is sketched: the numbers of so many sketches are at most half of a block's values."""
@@ -320,44 +315,14 @@ class Release:
         hold_to(self._memory, study, what, value, job=self._job, most=most)
 
     def _opened(self, payload: Payload) -> Payload:
-        """The model as this site reads it: its own personal tensors without pads, turned vectors turned back."""
-        if not payload.round_number:
-            return payload
-        keys = self._participant.vault.keys(payload.round_number)
-        tensors, turned = dict(payload.tensors), keys.get("rotations", {})
-        if any(name in tensors and name not in turned for name in self._masked.rotated):
-            # Made without this site, under a key that it does not have; a method wants all of its extras or none.
-            tensors = {name: value for name, value in tensors.items() if name not in self._participant.algebra.extras}
-        for name in set(self._masked.rotated) & set(tensors):
-            key = bytes.fromhex(turned[name])
-            tensors[name] = _turned(tensors[name], rotation(tensors[name].shape[1], key).T)
-        return replace(payload, tensors=tensors | self._own(payload.sealed, keys), sealed=None)
-
-    def _own(self, sealed: Sealed | None, keys: Mapping[str, Any]) -> dict[str, Tensor]:
-        """This site's personal tensors; those it had where it was not in the round's sum."""
-        names = self._masked.personal
-        if sealed is None or not keys.get("pads"):
-            latest = self._participant.vault.latest_model()
-            return {name: latest[name] for name in names if name in latest}
-        words = sealed.words.copy()
-        pads = [bytes.fromhex(key) for key in keys["pads"]]
-        remove_pads(words, pads, cipher=self._masking.cipher, threads=self._threads)
-        words = checked(words, bytes.fromhex(keys["checks"]), bits=self._masking.bits)
-        ring, found, start = Ring(self._masking.bits, keys["parties"]), {}, 0
-        for name in names:
-            spec = self._participant.algebra.layout[name]
-            values = ring.decode(words[start : start + spec.numel], limit=keys["limits"][name] * ring.parties)
-            summed = Summed(torch.from_numpy(values.reshape(spec.shape)), float(keys["divisors"][name]))
-            found[name] = divide(summed).float()
-            start += spec.numel
-        return found
+        return unsealed(payload, self._participant, self._masked, cipher=self._masking.cipher, threads=self._threads)
 
     def _turned(self, report: Report, secure: SecureSite) -> Report:
         """Turn the vectors whose cosines the server needs by a key that it does not know."""
         update = dict(report.update)
         for name in self._masked.rotated:
             key = secure.group_key("rotation", round_number=report.round_number, parts=[name])
-            update[name] = _turned(update[name], rotation(update[name].shape[1], key))
+            update[name] = turned(update[name], rotation(update[name].shape[1], key))
         return replace(report, update=update)
 
     def _cosines(self, report: Report, secure: SecureSite) -> dict[str, Vector]:
@@ -388,10 +353,6 @@ class Release:
             return None
         parts = [request.kind.value, request.round_number, self._model]
         return derive(self._participant.vault.secret(), "chances", parts=parts)
-
-
-def _turned(rows: Tensor, by: Vector) -> Tensor:
-    return (rows.double() @ torch.from_numpy(by).T).float()
 
 
 def _digest_of(report: Report) -> str:
