@@ -131,7 +131,8 @@ def describe(method: Method) -> dict[str, Any]:
     values = {
         scope.value: sum(spec.numel for spec in algebra.layout.values() if spec.scope is scope) for scope in Scope
     }
-    masked = method.under_masks(max(Settings().fewest, method.fewest_masked))
+    fewest = max(Settings().fewest, method.fewest_masked)
+    masked = method.under_masks(fewest)
     return {
         "title": method.title,
         "normalisation": method.normalisation,
@@ -146,7 +147,7 @@ def describe(method: Method) -> dict[str, Any]:
         "masked": {
             "server": seen_under_masks(masked.algebra(_EXAMPLE_TASK, model)),
             "sites": seen_by_sites(masked.algebra(_EXAMPLE_TASK, model)) + [_RANGE] * bool(algebra.sent),
-            "fewest_sites": method.fewest_masked,
+            "fewest_sites": fewest,
             "options": _changed(method, masked),
         },
         "private": {

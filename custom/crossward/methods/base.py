@@ -231,8 +231,9 @@ class Method:
     clip: ClassVar[float] = 0.0
     """Largest norm of a step's gradient where the study does not say; none if 0."""
 
-    fewest_masked: ClassVar[int] = 3
-    """The fewest sites with which a round under masks shows nobody the part of another."""
+    fewest_masked: ClassVar[int] = 2
+    """The fewest sites of a round under masks. With two each knows the other's part, which both have to allow; where
+    the settings do not say so, a sum is over three at least, whatever the method."""
 
     most_colluders: ClassVar[float] = math.inf
     """With how many sites a server may work together and still read no other's part, however many take part."""

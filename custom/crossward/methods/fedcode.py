@@ -228,6 +228,7 @@ class FedCode(Method):
     title: ClassVar[str] = "Contrastive feature decoupling"
     normalisation: ClassVar[str] = "the semantic encoder's averaged with its statistics; the style encoder's local"
     clip: ClassVar[float] = 10.0
+    fewest_masked: ClassVar[int] = 3
     private_changes: ClassVar[tuple[str, ...]] = (
         "prototypes are made of noisy sums of features of length 1, in which every patient counts once; they cost "
         "budget beside the steps",
