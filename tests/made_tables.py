@@ -68,7 +68,8 @@ ARISES: Mapping[Code, str] = {
     Code.BUSY: "another process has held the lock of the site's state for 20 seconds",
     Code.DATA_CHANGED: "a run goes on, and the images are not those in the site's `run.json`",
     Code.NOT_PREPARED: "the site has a `site.yaml`; its cache lacks the job's images, is older than it, or is damaged",
-    Code.DIVERGED: "training, or the test at the end, gave numbers that are not finite",
+    Code.DIVERGED: "training, or the test at the end, gave numbers that are not finite; or the server closes a round "
+    "after which the model would not be finite",
     Code.MEMORY: "the site's process, or its GPU, could get no more memory",
     Code.INTERNAL: "the site met an error that is on no list",
     Code.BAD_TASK: "the server's message has an unknown task, a bad run name, a round beyond those of the study, or "
@@ -110,7 +111,8 @@ ARISES: Mapping[Code, str] = {
     Code.CAUGHT: "the server holds what the site signed for a sum against the rest of it, and against what opens it",
     Code.DISPUTED: "sites answer with signed blame in place of a vector; the server counts who disagrees with whom",
     Code.QUARREL: "the same, where one site blames one other, and nobody else does",
-    Code.OUTLIER: "the server closes a round: it would move the shared tensors much further than the rounds before",
+    Code.OUTLIER: "the server closes a round: it would move the shared tensors much further than earlier rounds "
+    "of its sites",
     Code.GATE: "the gate at the site raised: FLARE sends its mark for a refused filter, and nothing else",
     Code.NOT_DECLARED: "the server holds the answer against the same declaration as the gate",
 }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from crossward.evaluate.facts import read_result
+from crossward.federation import coordinator as coordinators
 from crossward.federation.scopes import Scope, names_in, tensors_digest
 from crossward.federation.storage import read_json, read_tensors
 from crossward.flare import controller as controllers
@@ -365,6 +367,17 @@ def test_a_hundredfold_update_ends_the_job_and_names_its_site(bench: Bench) -> N
     assert ended.panics[0].startswith("code 54: round 4: the sites' updates together are ")
 
 
+def test_a_round_to_infinity_ends_the_job_with_a_word(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome is there, and says what it was; nothing of the round is kept."""
+    monkeypatch.setattr(coordinators, "moved", lambda layout, before, after: math.inf if after.round_number == 4 else 1)
+    ended = bench.run(made_up_study("fedavg", schedule="constant"))
+    outcome = ended.outcome
+    assert (outcome["status"], outcome["code"], outcome["site"]) == ("failed", int(Code.DIVERGED), None)
+    assert (outcome["round"], outcome["numbers"]) == (3, {})
+    assert int(read_tensors(ended.folder / "checkpoint.safetensors")[1]["round"]) == 3
+    assert ended.panics[0].startswith("code 20: training diverged: the loss or the model is not finite any more")
+
+
 def test_a_site_that_does_not_answer_the_first_task_is_named(bench: Bench) -> None:
     hang = {"interfere": lambda task, message: None}
     ended = bench.run(made_up_study("fedavg"), sites={BIRCH: hang}, timing=SimpleNamespace(join=1, round=20, grace=0.3))
@@ -420,6 +433,16 @@ def not_finite(answer: Message) -> Message:
     return {**answer, "tally": {**answer["tally"], "n": np.array([np.nan])}}
 
 
+def with_more_images_than_there_are(answer: Message) -> Message:
+    return {**answer, "tally": {**answer["tally"], "n": np.array([1e308])}}
+
+
+def with_less_than_an_image(answer: Message) -> Message:
+    """With which its mean loss would be no number."""
+    counts = {"train/loss": np.array([1e308]), "train/seen": np.array([1e-9])}
+    return {**answer, "tally": {**answer["tally"], **counts}}
+
+
 def with_more_right_than_images(answer: Message) -> Message:
     count = np.array([9.0])
     counts = {"validation/n": count, "validation/correct": count + 1, "validation/as_received": count}
@@ -432,7 +455,16 @@ def with_an_empty_number(answer: Message) -> Message:
 
 @pytest.mark.parametrize(
     "spoil",
-    [planted, of_another_model, of_another_round, not_finite, with_more_right_than_images, with_an_empty_number],
+    [
+        planted,
+        of_another_model,
+        of_another_round,
+        not_finite,
+        with_more_images_than_there_are,
+        with_less_than_an_image,
+        with_more_right_than_images,
+        with_an_empty_number,
+    ],
     ids=lambda spoil: spoil.__name__,
 )
 def test_the_server_uses_no_answer_that_is_not_what_was_declared(bench: Bench, in_process: Any, spoil: Any) -> None:

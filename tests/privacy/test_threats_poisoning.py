@@ -183,6 +183,26 @@ def test_poisoning_is_not_seen_before_there_is_something_usual(tmp_path: Path) -
         run_round()
 
 
+def test_no_site_that_comes_back_is_taken_for_poisoning(tmp_path: Path) -> None:
+    """Under masks too it is known who is in a sum: with a large site it moves the model as far as with it before."""
+    made, run_round = federation(tmp_path, 4, masked=True, rounds=9)
+    *small, large = made.names
+    for number in range(2 * ROUNDS + 1):
+        trained(made)
+        hospital = made.hospitals[large]
+        hospital.samples, hospital.update = 800.0, {name: 20 * tensor for name, tensor in hospital.update.items()}
+        away = ROUNDS <= number < 2 * ROUNDS
+        made.round(small) if away else run_round()
+    lengths = [entry["moved"] for entry in made.coordinator.history]
+    assert lengths[-1] > TIMES * max(lengths[ROUNDS:-1])
+    assert made.coordinator.history[ROUNDS]["moved_by"] == dict.fromkeys(small)
+    trained(made)
+    for hospital in made.hospitals.values():
+        hospital.update = {name: 10000 * tensor for name, tensor in hospital.update.items()}
+    with pytest.raises(OutlierRound):
+        run_round()
+
+
 def test_poisoning_by_all_sites_names_none(tmp_path: Path) -> None:
     made, run_round = federation(tmp_path, 5, masked=False)
     for _ in range(ROUNDS):

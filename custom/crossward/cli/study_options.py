@@ -59,7 +59,7 @@ DpDistributed = Annotated[
     bool, typer.Option("--dp-distributed", help="With --dp-unit site and --secagg: sites share the noise of a sum.")
 ]
 Outlier = Annotated[
-    float, typer.Option(help="Reject a round whose update is this many times as long as the rounds before; 0: none.")
+    float, typer.Option(help="Reject a round this many times as long as earlier ones of its sites; 0: none.")
 ]
 Participation = Annotated[float, typer.Option(help="Part of the sites invited to a round.")]
 

@@ -18,6 +18,7 @@ from crossward.federation.contract import (
     ALL,
     CORRECT,
     LOSS,
+    MOST_IMAGES,
     SAMPLES,
     SEEN,
     Contribution,
@@ -123,7 +124,7 @@ class Algebra:
 
         Raises:
             PrivacyRefusal: an undeclared, missing, misshapen or non-finite tensor, one that is not float32, a tally
-                that is not finite, or a sample count that is none.
+                that is not finite, or a number of images that cannot be one.
         """
         undeclared = sorted(set(report.update) - set(self.sent))
         missing = sorted(set(self.sent) - set(report.update))
@@ -149,8 +150,10 @@ class Algebra:
         absent = sorted(set(self.tallies) - set(report.tally) - {LOSS, SEEN, CORRECT})
         if absent:
             raise PrivacyRefusal(f"{place}: the report lacks the tally '{absent[0]}'")
-        if report.tally[SAMPLES][0] < 0:
-            raise PrivacyRefusal(f"{place}: a negative number of samples")
+        for key in (SAMPLES, SEEN, CORRECT):
+            count = float(report.tally[key].item()) if key in report.tally else 0.0
+            if not (0 <= count < MOST_IMAGES and count.is_integer()):
+                raise PrivacyRefusal(f"{place}: '{key}' is {count:g}, which is no number of images")
 
     def plan(self, round_number: int, cohort: Sequence[str], totals: Tally, gram: Mapping[str, Vector]) -> Plan:
         """Let every rule plan from its part of the totals and of the Gram matrices."""

@@ -31,6 +31,9 @@ LOSS = "train/loss"
 SEEN = "train/seen"
 CORRECT = "train/correct"
 
+MOST_IMAGES = 1e9
+"""No site has as many. Whoever says so is not believed: one count must not outweigh, or overflow, what others say."""
+
 VALIDATION_COUNT = "validation/n"
 VALIDATION_CORRECT = "validation/correct"
 VALIDATION_AS_RECEIVED = "validation/as_received"

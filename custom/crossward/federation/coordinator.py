@@ -32,16 +32,14 @@ from crossward.federation.contract import (
 )
 from crossward.federation.errors import BadInput, OtherStudy, RunFailure
 from crossward.federation.names import check_site_name
-from crossward.federation.outliers import Bound, moved, shared_length
+from crossward.federation.outliers import Bound, EndlessRound, Step, moved, shared_length
 from crossward.federation.scopes import layout_digest, tensors_digest
 from crossward.federation.seeds import derive
 from crossward.federation.storage import read_tensors, write_tensors
 
-_CHECKPOINT_FORMAT = "crossward.checkpoint/2"
+_CHECKPOINT_FORMAT = "crossward.checkpoint/3"
 # No site has such a name.
 _MEAN, _SEALED = "*mean", "*sealed"
-_MOVED = "moved"
-"""In the history, and so in the checkpoint: how far a round moved the shared tensors."""
 
 
 class Coordinator:
@@ -56,7 +54,8 @@ class Coordinator:
         seed: decides who is invited under partial participation.
         participation: the part of the sites that is invited to each round.
         quorum: how many reports a round needs; all the invited ones if not given.
-        outlier: how many times as long as in the rounds before a round's combined update may be; 0: any length.
+        outlier: how many times as long as in earlier rounds of its sites a round's combined update may be; 0: any
+            length.
         study: digest of what is run; a checkpoint of another study is refused.
     """
 
@@ -186,11 +185,13 @@ class Coordinator:
 
         Args:
             record: facts of the round, kept in the history and in the checkpoint.
-            combined: the state after it, where sites reported nothing and their sums were opened instead.
+            combined: the state after it, where sites reported nothing and their sums were opened instead; the
+                record then says under "secagg" whose sums.
 
         Raises:
             RunFailure: fewer reports than the quorum; the round is not aggregated and stays open.
-            OutlierRound: it would move the model much further than the rounds before; nothing of it is written.
+            OutlierRound: it would move the model much further than earlier rounds of its sites; nothing is written.
+            EndlessRound: the model would not be finite any more; likewise.
             StorageFailure: the checkpoint could not be written; the run stays at the round before, and the round
                 can be closed again when there is room.
         """
@@ -204,7 +205,8 @@ class Coordinator:
             if self._combined is None:
                 self._combined = self._combine() if combined is None else combined
         after = self._combined
-        history = [*self.history, {**record, **self._checked(after)}]
+        own = self._lengths if combined is None else dict.fromkeys(record["secagg"]["sites"])
+        history = [*self.history, {**record, **self._checked(after, own)}]
         self._write_checkpoint(after, history)
         self._tidy_best()
         for scratch in (self._folder / "spool", self.scratch):
@@ -214,14 +216,15 @@ class Coordinator:
             self._begin()
         return after
 
-    def _checked(self, after: State) -> dict[str, float]:
-        """How far the round moves the model, where that is bounded and it is not too far."""
+    def _checked(self, after: State, own: Mapping[str, float | None]) -> dict[str, Any]:
+        """How far the round moves the model, and by whom, where that is bounded and it is not too far."""
+        step = Step(moved(self.algebra.layout, self.state, after), own)
+        if not math.isfinite(step.length):
+            raise EndlessRound(round_number=self._round)
         if not self._bound:
             return {}
-        length = moved(self.algebra.layout, self.state, after)
-        earlier = [entry[_MOVED] for entry in self.history]
-        self._bound.check(length, earlier=earlier, own=self._lengths, round_number=self._round)
-        return {_MOVED: length}
+        self._bound.check(step, earlier=[Step.of(entry) for entry in self.history], round_number=self._round)
+        return step.facts()
 
     def _combine(self) -> State:
         if self._plan is None:

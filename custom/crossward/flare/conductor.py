@@ -16,6 +16,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
 from crossward.federation.contract import (
+    MOST_IMAGES,
     VALIDATION_AS_RECEIVED,
     VALIDATION_CORRECT,
     VALIDATION_COUNT,
@@ -25,7 +26,7 @@ from crossward.federation.contract import (
 )
 from crossward.federation.coordinator import Coordinator
 from crossward.federation.errors import PrivacyRefusal, RunFailure, StorageFailure
-from crossward.federation.outliers import OutlierRound
+from crossward.federation.outliers import EndlessRound, OutlierRound
 from crossward.flare.jobs import Timing
 from crossward.flare.phase import Answer, Outcome, Patience, Phase
 from crossward.flare.progress import Progress
@@ -37,7 +38,6 @@ from crossward.site.study import Study
 from crossward.site.troubles import Code, Refusal
 
 Tallies = dict[str, Mapping[str, Vector]]
-_MOST_IMAGES = 1e9
 
 
 class Conductor:
@@ -186,6 +186,8 @@ class Conductor:
                 times=failure.times,
                 most=failure.allowed,
             ) from failure
+        except EndlessRound as failure:
+            raise Refusal(Code.DIVERGED) from failure
         except RunFailure as failure:
             raise Refusal(Code.QUORUM, reports=len(reported), needed=coordinator.quorum) from failure
         self._progress.reached(coordinator.state.round_number)
@@ -304,6 +306,6 @@ def first_trouble(outcome: Outcome) -> Refusal:
 def _plausible(tally: Mapping[str, Vector]) -> Mapping[str, Vector]:
     """Refuse counts that cannot be counts: one site must not choose the round that all sites deploy."""
     count = tally[VALIDATION_COUNT].item()
-    if not all(0 <= tally[key].item() <= count < _MOST_IMAGES for key in (VALIDATION_CORRECT, VALIDATION_AS_RECEIVED)):
+    if not all(0 <= tally[key].item() <= count < MOST_IMAGES for key in (VALIDATION_CORRECT, VALIDATION_AS_RECEIVED)):
         raise Refusal(Code.NOT_DECLARED)
     return tally

@@ -135,7 +135,8 @@ _WORDS: dict[Code, _Words] = {
     ),
     Code.DIVERGED: _Words(
         "training diverged: the loss or the model is not finite any more",
-        "Lower the learning rate or set a gradient clip in a new job; look for damaged images at the site",
+        "Lower the learning rate or set a gradient clip in a new job; look for damaged images at the site, or, where "
+        "none is named, at every site",
     ),
     Code.MEMORY: _Words("the site ran out of memory", "Use a smaller batch size, or give the site more memory"),
     Code.INTERNAL: _Words("the site met an unexpected error", f"{_SITE_LOG}; please report it"),
@@ -284,8 +285,8 @@ _WORDS: dict[Code, _Words] = {
         ("sites", "needed"),
     ),
     Code.OUTLIER: _Words(
-        "round {round:.0f}: the sites' updates together are {times:.3g} times as long as in the rounds before, and the "
-        "job allows {most:g}; the round is not used, finished rounds are kept",
+        "round {round:.0f}: the sites' updates together are {times:.3g} times as long as in earlier rounds of "
+        "theirs, and the job allows {most:g}; the round is not used, finished rounds are kept",
         "Find out what that site trained on, or, where none is named, every site; then start a new run with another "
         "--seed and without the site at fault, or with a larger --outlier if all is as it should be",
         ("round", "times", "most"),
