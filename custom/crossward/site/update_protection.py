@@ -60,7 +60,7 @@ class UpdateProtection(Protection):
         self.reach = reach_of(privacy, rounds=self._rounds, shared=self._shared)
 
     def planned(self) -> dict[str, Spending]:
-        return {"update": Spending(self.noise, 1.0, self._rounds)}
+        return {UPDATE: Spending(self.noise, 1.0, self._rounds)}
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         self._reserve(context.round_number, {UPDATE: Spending(self.noise, 1.0, 1)})
