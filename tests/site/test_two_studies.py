@@ -247,6 +247,16 @@ def test_an_update_is_sketched_under_few_keys_in_all_studies_together(two: Any) 
     assert last.refusal(VICTIM, TRAIN, last.run.with_model(VICTIM, 1)) is Code.MASKED_BEFORE
 
 
+def test_updates_of_which_nothing_moves_are_nobodys_and_sketched_in_any_number_of_studies(two: Any) -> None:
+    """Where the learning rate is 0: they are the same zeros, whatever was trained."""
+    algebra = algebra_of("fdse")
+    for number in range(MOST_SKETCHES + 1):
+        still = two(f"study {number}", algebra, count=4)
+        for hospital in still.hospitals.values():
+            hospital.update = {name: torch.zeros_like(value) for name, value in hospital.update.items()}
+        assert still.train().keys() == set(still.names), still.refused
+
+
 def test_the_record_grows_by_a_line_for_a_sum_however_often_it_is_tried(two: Any) -> None:
     federation = two("one")
     federation.round()
