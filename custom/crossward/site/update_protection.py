@@ -19,10 +19,11 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.lines import Shared
 from crossward.privacy.dp.noise import FARTHEST
 from crossward.privacy.dp.settings import Privacy
-from crossward.site.protection import NotFinite, Protection
+from crossward.site.protection import Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
 
 UPDATE = "update"
