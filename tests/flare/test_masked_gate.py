@@ -129,7 +129,7 @@ class Server:
             MaskedAlgebra(self.coordinator.algebra, bits=settings.bits),
             study=study.trained_digest(),
             exchange=self.ask,
-            evidence=Evidence(folder),
+            evidence=Evidence(folder, shown="runs/server"),
         )
         self.run = MaskedRun(self.coordinator, self.summing, self.address)
 
@@ -162,7 +162,7 @@ def test_a_whole_run_passes_executor_and_gate_and_the_journal_lists_only_what_is
     everybody = {name: server.run.with_model(name, 1) for name in NAMES}
     server.ask(TRAIN, everybody, lambda site, answer: None, round_number=1, enough=4)
     after, opened, tally = server.run.close(NAMES, {name: {} for name in NAMES})
-    server.coordinator.close_round(server.run.record(opened, tally, {}, NAMES, seconds=0.0), after)
+    server.coordinator.close_round(server.run.record(opened, tally, {}, NAMES, refused={}, seconds=0.0), after)
     everybody = {name: server.run.with_model(name, 1) for name in NAMES}
     server.ask(EVALUATE, everybody, lambda site, answer: None, round_number=1, enough=4)
     assert float(server.run.validation(NAMES)["validation/n"].item()) == 4 * 10

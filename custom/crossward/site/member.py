@@ -200,7 +200,7 @@ class Member:
                 strikes=self._strikes,
                 threads=os.cpu_count() or 1,
             )
-            self._release.tasks = Witness(self.name, Evidence(folder)).over(self._release.tasks)
+            self._release.tasks = Witness(self.name, Evidence(folder, shown=f"runs/{run}")).over(self._release.tasks)
         return self._participant
 
     def _check_planned(self, protection: Protection) -> None:
