@@ -107,7 +107,8 @@ ARISES: Mapping[Code, str] = {
     Code.SERVER_INTERNAL: "the server met an error that is on no list",
     Code.NOT_RESUMABLE: "the job names a run, and the server has none like it",
     Code.ABORTED: "somebody, or FLARE, ended the job",
-    Code.NO_SUM: "the server asks for a sum, and sites drop out of it or refuse, up to four times",
+    Code.NO_SUM: "the server asks for a sum, and sites drop out of it or refuse, up to four times; where all that are "
+    "missing refused with one code, the job ends with that one",
     Code.CAUGHT: "the server holds what the site signed for a sum against the rest of it, and against what opens it",
     Code.DISPUTED: "sites answer with signed blame in place of a vector; the server counts who disagrees with whom",
     Code.QUARREL: "the same, where one site blames one other, and nobody else does",

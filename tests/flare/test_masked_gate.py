@@ -129,7 +129,7 @@ class Server:
             MaskedAlgebra(self.coordinator.algebra, bits=settings.bits),
             study=study.trained_digest(),
             exchange=self.ask,
-            evidence=Evidence(folder),
+            evidence=Evidence(folder, shown="runs/server"),
         )
         self.run = MaskedRun(self.coordinator, self.summing, self.address)
 
@@ -162,7 +162,7 @@ def test_a_whole_run_passes_executor_and_gate_and_the_journal_lists_only_what_is
     everybody = {name: server.run.with_model(name, 1) for name in NAMES}
     server.ask(TRAIN, everybody, lambda site, answer: None, round_number=1, enough=4)
     after, opened, tally = server.run.close(NAMES, {name: {} for name in NAMES})
-    server.coordinator.close_round(server.run.record(opened, tally, {}, NAMES, seconds=0.0), after)
+    server.coordinator.close_round(server.run.record(opened, tally, {}, NAMES, refused={}, seconds=0.0), after)
     everybody = {name: server.run.with_model(name, 1) for name in NAMES}
     server.ask(EVALUATE, everybody, lambda site, answer: None, round_number=1, enough=4)
     assert float(server.run.validation(NAMES)["validation/n"].item()) == 4 * 10
@@ -244,12 +244,32 @@ def strict(tmp_path: Path, packs: Path) -> Iterator[Process]:
 def test_no_answer_of_an_open_job_leaves_a_site_that_demands_masks(strict: Process, task: str) -> None:
     """Whoever made it: the gate knows the policy by itself."""
     context = site_context(strict.kit, task, site="alder", properties=strict.properties, gate=strict.gate)
-    with pytest.raises(PrivacyRefusal, match="demands secure aggregation, and this job has none"):
+    with pytest.raises(PrivacyRefusal, match="the site's policy demands secure aggregation, and the job does not"):
         strict.gate.process(as_shareable(answer_to(task, Declaration(OPEN))), context)
     assert strict.journal[-1]["left"] is False
     lenient = {**strict.properties, "secure_aggregation": False}
     context = site_context(strict.kit, task, site="alder", properties=lenient, gate=strict.gate)
     assert strict.gate.process(as_shareable(answer_to(task, Declaration(OPEN))), context)["code"] == OK
+
+
+@pytest.mark.parametrize(
+    ("masking", "reason"),
+    [
+        (Settings(min_sites=3), "sums over 3 sites, and the site's policy wants at least 4"),
+        (Settings(colluders=0), "no site that works together with the server"),
+    ],
+    ids=["small sums", "nobody colludes"],
+)
+def test_no_answer_of_a_job_with_weaker_masks_leaves(
+    tmp_path: Path, packs: Path, masking: Settings, reason: str
+) -> None:
+    """The gate holds the job against the whole rule, as the member does."""
+    process = Process(tmp_path / "kit", "alder", OPEN.masked(masking), data_root=str(packs), minimum_sites=4)
+    context = site_context(process.kit, EVALUATE, site="alder", properties=process.properties, gate=process.gate)
+    with pytest.raises(PrivacyRefusal, match=reason):
+        process.gate.process(as_shareable({"code": OK, "round": 1}), context)
+    assert process.journal[-1]["left"] is False
+    process.end()
 
 
 @pytest.mark.parametrize("code", sorted(SITE_CODES))

@@ -50,7 +50,7 @@ class Server:
             table.masked,
             study=STUDY,
             exchange=self._exchange,
-            evidence=Evidence(folder),
+            evidence=Evidence(folder, shown="runs/server"),
         )
         self.summing.agree({name: {} for name in table.names}, round_number=0, enough=len(table.names))
 
@@ -120,7 +120,7 @@ class Rounds(Server):
         for site in sites:
             self.table.sites[site].tasks[TRAIN](self.run.with_model(site, number))
         after, opened, tally = self.run.close(list(sites), {})
-        self.coordinator.close_round(self.run.record(opened, tally, {}, sites, seconds=0.0), after)
+        self.coordinator.close_round(self.run.record(opened, tally, {}, sites, refused={}, seconds=0.0), after)
         return opened
 
 

@@ -159,7 +159,7 @@ class Federation:
             MaskedAlgebra(self.algebra, bits=self.masking.bits),
             study=self.study,
             exchange=self.exchange,
-            evidence=Evidence(self.folder / "server"),
+            evidence=Evidence(self.folder / "server", shown="runs/server"),
             left_out=lambda *found: self.left_out.append(found),
         )
         self.run = MaskedRun(self.coordinator, self.summing, self.address)
@@ -177,7 +177,7 @@ class Federation:
             credentials=Credentials(identity(name), authority().roots),
             memory=self.folder / name / "masks",
         )
-        release.tasks = Witness(name, Evidence(self.folder / name)).over(release.tasks)
+        release.tasks = Witness(name, Evidence(self.folder / name, shown=f"runs/{name}")).over(release.tasks)
         return release
 
     def address(self, number: int) -> Message:
@@ -213,7 +213,8 @@ class Federation:
         try:
             answer = self.releases[site].tasks[task](carried(message))
         except CrosswardError as error:
-            self.refused.append((site, task, refusal_of(error).code))
+            self.summing.refused[site] = refusal_of(error)
+            self.refused.append((site, task, self.summing.refused[site].code))
             return None
         self.said.append(Answered(task, site, message, answer))
         return answer
@@ -242,7 +243,7 @@ class Federation:
     def close(self, cosines: Mapping[str, Mapping[str, Any]]) -> State:
         """Sum what was trained, and go on to the next round."""
         after, opened, tally = self.run.close(list(cosines), dict(cosines))
-        record = self.run.record(opened, tally, {}, list(cosines), seconds=0.0)
+        record = self.run.record(opened, tally, {}, list(cosines), refused={}, seconds=0.0)
         return self.coordinator.close_round(record, after)
 
     def round(self, sites: Sequence[str] | None = None) -> State:

@@ -192,12 +192,38 @@ def test_blame_of_another_signer_or_attempt_is_no_answer(made: Any) -> None:
         ({"l": ["a", "b"]}, {"l": ("a", "b")}),
         ({"a": ["l"]}, {"a": ("l",), "l": ("a",)}),
         ({"a": ["l"], "l": ["a"]}, {"a": ("l",), "l": ("a",)}),
+        # Two that lie together: whom both accuse goes without them, or two go with both.
+        ({"l": ["a"], "m": ["a"]}, {"a": ("l", "m")}),
+        ({"l": ["a", "b"], "m": ["a", "b"]}, {"a": ("l", "m"), "b": ("l", "m"), "l": ("a", "b"), "m": ("a", "b")}),
         # One that lies to three, and a quarrel between two others.
         ({"a": ["l"], "b": ["l"], "c": ["l", "d"]}, {"l": ("a", "b", "c"), "c": ("d",), "d": ("c",)}),
     ],
 )
 def test_who_is_left_out(blames: dict[str, list[str]], out: dict[str, tuple[str, ...]]) -> None:
     assert left_out(blames) == out
+
+
+def test_two_that_lie_together_have_four_honest_ones_left_out_of_a_sum(made: Any) -> None:
+    """What docs/secure-aggregation.md says of two, and why code 52 may not say that whoever it names lies."""
+    federation = made(9)
+    liars, honest = federation.names[:2], federation.names[2:]
+    for liar in liars:
+        accusing(federation.releases[liar], liar, [honest[0]], [honest[1]], honest[2:4])
+    federation.round()
+    assert summed(federation) == list(honest[4:])
+    assert [site for _, site, _ in found(federation)[:2]] == list(honest[:2])
+    assert {site for _, site, _ in found(federation)} == {*liars, *honest[:4]}
+    assert "it lies, or those others do together" in str(federation.left_out[0][3])
+
+
+def test_two_that_lie_together_can_end_a_run(made: Any) -> None:
+    federation = made(9)
+    liars, honest = federation.names[:2], federation.names[2:]
+    for liar in liars:
+        accusing(federation.releases[liar], liar, *([name] for name in honest))
+    with pytest.raises(Refusal) as caught:
+        federation.round()
+    assert (caught.value.code, caught.value.site) == (Code.DISPUTED, " and ".join(honest[:4]))
 
 
 # caught by its own signatures
@@ -240,6 +266,14 @@ def test_a_liar_that_is_found_when_the_sum_is_opened_is_reported(made: Any) -> N
     assert (1, LIAR, Code.CAUGHT) in found(federation)
     assert "shared another secret than it committed to; evidence: " in federation.left_out[0][3].evidence
     assert all(body["self"] == bytes(32) for body in proven(kept(federation.folder / "server")[0], federation))
+    # Resuming helps nobody: those that revealed are in no other sum of these updates. Another seed's are other ones.
+    federation.open_job("job-2")
+    rest = federation.agree(others(federation, LIAR))
+    with pytest.raises(Refusal):
+        federation.round(rest)
+    assert {code for _, _, code in federation.refused} == {Code.MASKED_BEFORE}
+    assert "a new run with another --seed" in str(caught.value)
+    assert "resume" not in str(caught.value)
 
 
 def test_a_liar_that_sealed_rubbish_and_dropped_out_is_reported(made: Any) -> None:

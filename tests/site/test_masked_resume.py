@@ -164,7 +164,7 @@ def test_a_site_that_lost_its_outbox_and_trained_to_something_else_is_in_no_seco
     events: list[Event] = []
     with pytest.raises(Refusal) as caught:
         simulate(cohort(), study, folder, resume=True, jobs=1, listen=events.append)
-    assert caught.value.code is Code.NO_SUM
+    assert caught.value.code is Code.MASKED_BEFORE
     first = next(event for event in events if event.kind == "failed")
     assert first.site == "birch"
     assert "another update of the same model was masked before" in (first.figures or {})["reason"]

@@ -6,23 +6,28 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.site.liars import lying, rubbish
 from tests.site.made_up_sites import made_up_study, same_bits
-from tests.site.masked_runs import NAMES, Ended, Runs, masked_study, quick
+from tests.site.masked_runs import NAMES, Ended, Runs, cohort, masked_study, quick
 from torch import Tensor
 
 from crossward.federation.contract import Report
+from crossward.federation.errors import SiteFailure
 from crossward.federation.scopes import Scope, names_in, tensors_digest
-from crossward.federation.storage import read_tensors
+from crossward.federation.storage import read_json, read_tensors
 from crossward.methods.fdse import FDSE
 from crossward.methods.finch import first_neighbour_groups
 from crossward.privacy.secagg.ring import Ring
 from crossward.privacy.secagg.settings import Settings
 from crossward.site.declaration import Declaration
+from crossward.site.evidence import KEPT
+from crossward.site.inprocess import simulate
 from crossward.site.messages import (
     BEGIN,
     CONTRIBUTE,
@@ -34,6 +39,9 @@ from crossward.site.messages import (
     SURVIVORS,
     TRAIN,
 )
+from crossward.site.participant import Participant
+from crossward.site.release import Release
+from crossward.site.troubles import Code, words
 
 PLAIN = ("fedavg", "fedprox", "fedbn", "f2dc", "rfeddis")
 STYLE, SEMANTIC = "style", "prototypes"
@@ -97,6 +105,49 @@ def test_the_record_says_of_all_sites_together_what_the_open_one_says_of_each(ra
     right = sum(plain["sites"][name]["accuracy"] * plain["sites"][name]["n_test"] for name in NAMES)
     assert tested["accuracy"] == pytest.approx(right / tested["n"])
     assert masked["best_round"] == plain["best_round"] == 1
+
+
+def with_a_liar(patch: pytest.MonkeyPatch, liar: str) -> None:
+    """One site seals rubbish to all the others."""
+    make = Release.__init__
+
+    def begin_lying(self: Release, participant: Participant, **options: Any) -> None:
+        make(self, participant, **options)
+        if participant.name == liar:
+            lying(self, liar, rubbish(NAMES))
+
+    patch.setattr(Release, "__init__", begin_lying)
+
+
+def test_the_record_and_the_log_name_who_is_at_fault_with_code_and_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar = NAMES[1]
+    with_a_liar(monkeypatch, liar)
+    (entry,) = simulate(cohort(), masked_study("fedavg"), tmp_path / "out", jobs=1)["rounds"]
+    facts = entry["sites"][liar]
+    assert (facts["status"], facts["code"]) == ("failed", int(Code.DISPUTED))
+    assert facts["reason"] == words(Code.DISPUTED, {"sites": 3})
+    assert {entry["sites"][name]["status"] for name in NAMES if name != liar} == {"summed"}
+    shown = {message.partition(KEPT)[2] for message in caplog.messages if KEPT in message}
+    assert len(shown) >= 3
+    assert all(read_json(Path(place))["site"] == liar for place in shown)
+
+
+def test_the_record_has_the_code_of_a_site_that_could_not_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Participant.train
+
+    def fail(self: Participant, *given: Any) -> Report:
+        if self.name == NAMES[1]:
+            raise SiteFailure(site=self.name, round_number=1, cause="the loss is not finite", remedy="Train less")
+        return train(self, *given)
+
+    monkeypatch.setattr(Participant, "train", fail)
+    (entry,) = simulate(cohort(), masked_study("fedavg"), tmp_path / "out", jobs=1)["rounds"]
+    facts = entry["sites"][NAMES[1]]
+    assert (facts["status"], facts["code"], facts["reason"]) == ("failed", int(Code.DIVERGED), words(Code.DIVERGED))
 
 
 def test_fedcode_gives_the_same_prototypes_and_a_style_that_only_sites_can_read(ran: Runs) -> None:

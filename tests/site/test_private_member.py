@@ -383,6 +383,15 @@ def test_where_a_site_is_hidden_losses_that_are_not_finite_are_said_to_be_traini
     assert refused(made(study, privacy_unit="site").answer(TRAIN, to_train(study))) == (Code.DIVERGED, {})
 
 
+def test_a_model_that_diverged_is_said_to_have_and_not_to_mix_images(
+    made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No made-up image has a loss with an end, so that the check before the round has nothing to compare."""
+    overflowing(monkeypatch, after=0)
+    assert refused(made().answer(TRAIN, to_train(PRIVATE))) == (Code.DIVERGED, {})
+    assert not (tmp_path / "state" / "ledger").exists(), "nothing is spent on it"
+
+
 @pytest.mark.parametrize("unit", ["patient", "image"])
 def test_where_a_patient_is_hidden_they_count_as_nothing_and_nobody_hears_of_them(
     made: Any, monkeypatch: pytest.MonkeyPatch, unit: Unit, tmp_path: Path

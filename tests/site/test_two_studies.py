@@ -46,17 +46,19 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 # studies as they are
 
 
-def run_after(first: Path, study: Study, folder: Path, sites: Cohort) -> tuple[dict[str, Any] | None, list[Event]]:
-    """Run a study at sites that remember another run; gives no result where there is no sum for the lack of sites."""
+def run_after(first: Path, study: Study, folder: Path, sites: Cohort) -> tuple[dict[str, Any] | Refusal, list[Event]]:
+    """Run a study at sites that remember another run; gives its result, or why it has ended without one."""
     for name in sites.sites:
         shutil.copytree(first / "sites" / name / "masks", folder / "sites" / name / "masks")
     events: list[Event] = []
     try:
         return simulate(sites, study, folder, jobs=1, listen=events.append), events
     except Refusal as refusal:
-        if refusal.code is not Code.NO_SUM:
-            raise
-        return None, events
+        return refusal, events
+
+
+def seeded(study: Study, seed: int) -> Study:
+    return replace(study, task=replace(study.task, seed=seed), training=replace(study.training, seed=seed))
 
 
 def without_the_last() -> Cohort:
@@ -76,8 +78,9 @@ def test_the_same_first_update_is_in_no_sum_over_fewer_sites_of_another_study(
     study = masked_study("fedavg")
     assert other.trained_digest() != study.trained_digest()
     before = ran(study)
-    result, events = run_after(before.folder, other, tmp_path / "run", without_the_last())
-    assert result is None
+    ended, events = run_after(before.folder, other, tmp_path / "run", without_the_last())
+    assert isinstance(ended, Refusal)
+    assert ended.code is Code.MASKED_BEFORE
     reasons = [(event.figures or {})["reason"] for event in events if event.kind == "failed"]
     assert any("another study" in reason for reason in reasons)
 
@@ -87,8 +90,8 @@ def test_studies_that_train_the_same_are_run_one_after_the_other_over_the_same_s
     first = [tensors_digest(run.seen.reports[NAMES[0], 1].update) for run in (before, ran(ONE_ROUND_MORE))]
     assert first[0] == first[1], "what all of this is about"
     for number, other in enumerate((ONE_ROUND_MORE, ANOTHER_METHOD)):
-        result, events = run_after(before.folder, other, tmp_path / str(number), cohort())
-        assert result is not None
+        ended, events = run_after(before.folder, other, tmp_path / str(number), cohort())
+        assert not isinstance(ended, Refusal)
         assert [event for event in events if event.kind == "failed"] == []
 
 
@@ -96,8 +99,21 @@ def test_the_same_updates_are_weighted_once(ran: Runs, tmp_path: Path) -> None:
     """As many values of alpha as there are sites are as many equations as unknowns."""
     one, other = (replace(masked_study("f2dc"), method=F2DC(alpha=alpha)).masked(Settings()) for alpha in (1.0, 1.5))
     before = ran(one)
-    result, _ = run_after(before.folder, other, tmp_path / "run", cohort())
-    assert result is None
+    ended, _ = run_after(before.folder, other, tmp_path / "run", cohort())
+    assert isinstance(ended, Refusal)
+    assert ended.code is Code.MASKED_BEFORE
+
+
+def test_a_second_study_of_fdse_over_the_same_sites_ends_with_the_remedy_that_helps(ran: Runs, tmp_path: Path) -> None:
+    """Its weights are made of sketches under the keys of a job, so that they are others in every study."""
+    before = ran(masked_study("fdse"))
+    more = masked_study("fdse", rounds=2)
+    ended, _ = run_after(before.folder, more, tmp_path / "run", cohort())
+    assert isinstance(ended, Refusal)
+    assert (ended.code, ended.site) == (Code.MASKED_BEFORE, " and ".join(NAMES))
+    assert "with another --seed" in str(ended)
+    again, _ = run_after(before.folder, seeded(more, 1), tmp_path / "again", cohort())
+    assert not isinstance(again, Refusal)
 
 
 # the record
@@ -128,6 +144,19 @@ def test_what_was_masked_and_never_opened_is_in_no_other_sum_of_another_study(tw
     assert second.refusal(VICTIM, CONTRIBUTE, tasks[VICTIM]) is Code.MASKED_BEFORE
     # The others never masked in the first study.
     assert second.ask("site-00", CONTRIBUTE, tasks["site-00"]) is not None
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["all refuse", "one says nothing"])
+def test_a_sum_ends_with_the_word_of_its_sites_where_all_say_the_same(two: Any, silent: bool) -> None:
+    two("one").round()
+    second = two("another", count=4)
+    second.deaf = lambda task, site: silent and (task, site) == (CONTRIBUTE, VICTIM)
+    with pytest.raises(Refusal) as ended:
+        second.round()
+    if silent:
+        assert (ended.value.code, ended.value.numbers) == (Code.NO_SUM, {"sites": 0, "needed": 3})
+    else:
+        assert (ended.value.code, ended.value.site) == (Code.MASKED_BEFORE, " and ".join(second.names))
 
 
 def test_it_is_on_disk_before_anything_is_masked(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +274,16 @@ def test_an_update_is_sketched_under_few_keys_in_all_studies_together(two: Any) 
         assert two(f"study {number}", algebra, count=4).train()
     last = two("one too many", algebra, count=4)
     assert last.refusal(VICTIM, TRAIN, last.run.with_model(VICTIM, 1)) is Code.MASKED_BEFORE
+
+
+def test_updates_of_which_nothing_moves_are_nobodys_and_sketched_in_any_number_of_studies(two: Any) -> None:
+    """Where the learning rate is 0: they are the same zeros, whatever was trained."""
+    algebra = algebra_of("fdse")
+    for number in range(MOST_SKETCHES + 1):
+        still = two(f"study {number}", algebra, count=4)
+        for hospital in still.hospitals.values():
+            hospital.update = {name: torch.zeros_like(value) for name, value in hospital.update.items()}
+        assert still.train().keys() == set(still.names), still.refused
 
 
 def test_the_record_grows_by_a_line_for_a_sum_however_often_it_is_tried(two: Any) -> None:

@@ -101,9 +101,8 @@ class SiteGate(Filter):
 
 def _hold_against(policy: Policy, whitelist: Declaration, task: str) -> None:
     """Ask the policy once more, so that nothing of a weaker job leaves where the member failed to."""
-    if policy.secure_aggregation and not whitelist.masked:
-        raise PrivacyRefusal(f"{task}: the site's policy demands secure aggregation, and this job has none")
     try:
+        policy.check_masking(whitelist.masking)
         policy.check_privacy(whitelist.privacy)
         policy.check_payloads(payloads_of(whitelist.algebra, whitelist.privacy))
     except Refusal as refusal:

@@ -45,13 +45,13 @@ class MaskedConductor(Conductor):
         masking = study.masking
         if masking is None:
             raise PrivacyRefusal("a masked run without its settings")
-        job, roots = fl_ctx.get_job_id(), server_roots(fl_ctx)
+        job, roots, folder = fl_ctx.get_job_id(), server_roots(fl_ctx), coordinator.checkpoint_path.parent
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=roots, threads=os.cpu_count() or 1),
             MaskedAlgebra(coordinator.algebra, bits=masking.bits, reach=study.reach),
             study=study.trained_digest(),
             exchange=self._ask,
-            evidence=Evidence(coordinator.checkpoint_path.parent),
+            evidence=Evidence(folder, shown=f"runs/{folder.name}"),
             left_out=self._left_out,
         )
         self._masked = MaskedRun(coordinator, self._summing, self._address)
@@ -59,7 +59,6 @@ class MaskedConductor(Conductor):
         self._outcome = Outcome()
         self._lost_keys = False
         self._tested: tuple[float, float] | None = None
-        self._faulty: dict[str, Refusal] = {}
 
     def privacy(self) -> dict[str, Any]:
         """How the run was protected, and the one figure on test images: of all sites together."""
@@ -103,7 +102,6 @@ class MaskedConductor(Conductor):
         self._progress.event("round", number, invited=list(invited))
         asked = self._masked.asked(number, invited)
         cosines: Cosines = {}
-        self._faulty = {}
 
         def take(site: str, answer: Answer) -> None:
             content = self._checked(asked[site][0], answer)
@@ -119,14 +117,11 @@ class MaskedConductor(Conductor):
         after, opened, tally = self._masked.close(trained, cosines)
         self._masked.assess(tally, outcome.answered, self._tell)
         seconds = time.monotonic() - began
-        record = self._masked.record(opened, tally, asked, outcome.answered, seconds=seconds)
-        for site, refusal in (outcome.refused | self._faulty).items():
-            record["sites"][site] = {"status": "failed", "reason": str(refusal), "code": int(refusal.code)}
+        record = self._masked.record(opened, tally, asked, outcome.answered, refused=outcome.refused, seconds=seconds)
         self._close(record, after, opened.survivors)
 
     def _left_out(self, number: int, task: str, site: str, refusal: Refusal) -> None:
         """A site that is found at fault after it had answered: nobody is left out quietly."""
-        self._faulty[site] = refusal
         self._controller.log_warning(self._fl_ctx, f"{refusal} ({refusal.evidence})")
         self._progress.trouble("failed", number, site, task, refusal)
 
@@ -179,6 +174,7 @@ class MaskedConductor(Conductor):
         refused = "refused" if task == JOIN else "failed"
         patience = self._patience(task, enough)
         self._outcome = self._exchange(messages, patience, round_number, taken, refused=refused)
+        self._summing.refused |= self._outcome.refused
         return self._heard(self._outcome).answered
 
     def _patience(self, task: str, enough: int) -> Patience:
@@ -191,5 +187,4 @@ class MaskedConductor(Conductor):
 
     def _heard(self, outcome: Outcome) -> Outcome:
         self._lost_keys |= any(refusal.code is Code.NO_KEYS for refusal in outcome.refused.values())
-        self._faulty |= {site: found for site, found in outcome.refused.items() if found.code is Code.CAUGHT}
         return outcome

@@ -53,6 +53,7 @@ class Declaration:
         self.algebra = study.method.algebra(study.task, study.model())
         tensors = {name: _array(spec.shape, np.float32) for name, spec in self.algebra.sent.items()}
         tally = {key: _array(shape, np.float64) for key, shape in self.algebra.tallies.items()}
+        self.masking = study.masking
         self.masked = study.masking and MaskedAlgebra(self.algebra, bits=study.masking.bits, reach=study.reach)
         self.privacy = study.privacy
         self._required: dict[str, dict[str, Check]]

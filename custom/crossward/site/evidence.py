@@ -63,11 +63,12 @@ class Evidence:
 
     Args:
         run: folder of the run.
+        shown: how log lines call that folder; they may be read where nobody need know the whole path.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, shown: str) -> None:
         self._folder = run / FOLDER
-        self._shown = f"runs/{run.name}/{FOLDER}"
+        self._shown = f"{shown}/{FOLDER}"
 
     def keep(self, fault: Fault) -> str:
         """Write what shows a fault; gives the line for the log, which says where it is.

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from crossward.evaluate.masked_differences import over_rounds
@@ -18,6 +19,7 @@ from crossward.site import messages
 from crossward.site.evidence import Evidence, Witness
 from crossward.site.inprocess import Event, Run
 from crossward.site.masked_run import Cosines, MaskedRun
+from crossward.site.member import refusal_of
 from crossward.site.messages import EVALUATE, Message
 from crossward.site.release import Credentials, Release
 from crossward.site.summing import Summing
@@ -46,13 +48,13 @@ class MaskedInProcess(Run):
             for name, participant in self._participants.items()
         }
         for name, release in self._releases.items():
-            release.tasks = Witness(name, Evidence(self._folder / "sites" / name)).over(release.tasks)
+            release.tasks = Witness(name, _evidence(self._folder / "sites" / name)).over(release.tasks)
         self._summing = Summing(
             lambda number: SecureServer(f"{job}/{number}", settings=masking, roots=authority.roots),
             MaskedAlgebra(self._coordinator.algebra, bits=masking.bits, reach=self._study.reach),
             study=self._study.trained_digest(),
             exchange=self._exchange,
-            evidence=Evidence(self._folder / "server"),
+            evidence=_evidence(self._folder / "server"),
             left_out=self._left_out,
         )
         self._masked = MaskedRun(self._coordinator, self._summing, self._address)
@@ -80,11 +82,11 @@ class MaskedInProcess(Run):
                 self._listen(Event("trained", number, site, {"loss": None}))
 
         asked = self._masked.asked(number, invited)
-        heard = self._ask(asked, take, number)
+        heard, refused = self._ask(asked, take, number)
         after, opened, tally = self._masked.close([site for site in invited if site in heard], cosines)
         self._masked.assess(tally, heard, self._aggregated)
         coordinator.close_round(
-            self._masked.record(opened, tally, asked, heard, seconds=time.monotonic() - began), after
+            self._masked.record(opened, tally, asked, heard, refused=refused, seconds=time.monotonic() - began), after
         )
 
     def _left_out(self, number: int, task: str, site: str, refusal: Refusal) -> None:
@@ -98,7 +100,7 @@ class MaskedInProcess(Run):
         del pool
         number = self._coordinator.state.round_number
         asked = {site: (EVALUATE, self._masked.with_model(site, number)) for site in self._summing.sites}
-        heard = self._ask(asked, lambda site, answer: None, number)
+        heard, _ = self._ask(asked, lambda site, answer: None, number)
         self._masked.assess(self._masked.validation(heard), heard, self._aggregated)
 
     def _result(self, pool: ThreadPoolExecutor, began: float) -> dict[str, Any]:
@@ -124,12 +126,18 @@ class MaskedInProcess(Run):
         enough: int,
     ) -> Collection[str]:
         del enough
-        return self._ask({site: (task, message) for site, message in asked.items()}, take, round_number)
+        heard, refused = self._ask({site: (task, message) for site, message in asked.items()}, take, round_number)
+        self._summing.refused |= refused
+        return heard
 
     def _ask(
         self, asked: Mapping[str, tuple[str, Message]], take: Callable[[str, Message], None], number: int
-    ) -> list[str]:
-        """Hand every site its task; answers are taken in the sites' order, so that sums are the same in every run."""
+    ) -> tuple[list[str], dict[str, Refusal]]:
+        """Hand every site its task; answers are taken in the sites' order, so that sums are the same in every run.
+
+        Returns:
+            Who answered, and why the others did not.
+        """
 
         def answer(site: str) -> Message | CrosswardError:
             task, message = asked[site]
@@ -140,7 +148,7 @@ class MaskedInProcess(Run):
             except CrosswardError as failure:
                 return failure
 
-        heard = []
+        heard, refused = [], {}
         for site, outcome in zip(asked, self._pool.map(answer, asked), strict=True):
             try:
                 if isinstance(outcome, CrosswardError):
@@ -149,4 +157,10 @@ class MaskedInProcess(Run):
                 heard.append(site)
             except CrosswardError as failure:
                 self._failed(failure, number, site)
-        return heard
+                refused[site] = refusal_of(failure)
+        return heard, refused
+
+
+def _evidence(folder: Path) -> Evidence:
+    """Whoever runs a federation in one process made its folders, and finds them by their paths."""
+    return Evidence(folder, shown=str(folder))

@@ -34,7 +34,7 @@ from crossward.site import messages
 from crossward.site.figures import nbytes
 from crossward.site.masked_differences import of_round
 from crossward.site.messages import EVALUATE, TRAIN, Message
-from crossward.site.summing import Opened, Opening, Summing
+from crossward.site.summing import NoSum, Opened, Opening, Summing
 from crossward.site.troubles import Code, Refusal
 
 Cosines = dict[str, Mapping[str, Vector]]
@@ -54,6 +54,7 @@ class MaskedRun:
         self.summing = summing
         self._address = address
         self._differences: dict[str, dict[str, float]] = {}
+        self._faulty: dict[str, Refusal] = {}
 
     def with_model(self, site: str, number: int) -> Message:
         """A message that carries the current model."""
@@ -74,6 +75,7 @@ class MaskedRun:
         """
         coordinator, masked = self.coordinator, self.summing.masked
         number, model = coordinator.state.round_number + 1, self._model
+        self._faulty = {}
         totals: Tally = {}
         counted = trained
         if masked.totals_first:
@@ -91,9 +93,9 @@ class MaskedRun:
             limits = masked.limits or coordinator.limits
             try:
                 opened = self._sum(Kind.UPDATES, present, number=number, model=model, plan_for=plan_for, limits=limits)
-            except Refusal as refusal:
+            except NoSum:
                 # Products may have outgrown their ranges: sites do not send what would be mostly signs.
-                if refusal.code is not Code.NO_SUM or masked.limits:
+                if masked.limits:
                     raise
         if opened is None:
             ranges, ranged = self._once(Kind.RANGES, present, number=number, model=model, plan_for=plan_for)
@@ -216,11 +218,25 @@ class MaskedRun:
         asked: Mapping[str, tuple[str, Message]],
         heard: Collection[str],
         *,
+        refused: Mapping[str, Refusal],
         seconds: float,
     ) -> dict[str, Any]:
-        """The facts of the round that was closed: who was in its sum, and what all of them together say."""
+        """The facts of the round that was closed: who was in its sum, and what all of them together say.
+
+        Args:
+            opened: the sum that the round was made of.
+            tally: all summed tallies.
+            asked: by site, its first task of the round.
+            heard: who answered that.
+            refused: who refused it, and why.
+            seconds: that the round took.
+        """
         plan = opened.request.plan
-        statuses = {site: {"status": _status(site, opened.survivors, heard)} for site in self.coordinator.sites}
+        statuses: dict[str, Any] = {
+            site: {"status": _status(site, opened.survivors, heard)} for site in self.coordinator.sites
+        }
+        for site, refusal in {**refused, **self._faulty}.items():
+            statuses[site] = {"status": "failed", "reason": str(refusal), "code": int(refusal.code)}
         figures = summed_figures(tally)
         cut = sum(float(value) for key, value in opened.numbers.items() if key[0] == "outside")
         capped = [values["capped"] for values in (plan.values if plan else {}).values() if "capped" in values]
@@ -255,15 +271,19 @@ class MaskedRun:
                 private_folder(path.parent)
                 write_json(path, {"model": model, "openings": earlier})
 
-        return self.summing.sum(
-            kind,
-            address,
-            round_number=number,
-            model=model,
-            earlier=[Opening(tuple(cohort), tuple(present)) for cohort, present in earlier],
-            note=note,
-            **options,
-        )
+        try:
+            return self.summing.sum(
+                kind,
+                address,
+                round_number=number,
+                model=model,
+                earlier=[Opening(tuple(cohort), tuple(present)) for cohort, present in earlier],
+                invited=self.coordinator.cohort(number),
+                note=note,
+                **options,
+            )
+        finally:
+            self._faulty |= self.summing.faulty
 
     def asked(self, number: int, invited: Collection[str]) -> dict[str, tuple[str, Message]]:
         """The first task of a round: training for the invited sites, the new model for the others."""

@@ -28,6 +28,7 @@ from crossward.federation.storage import private_folder, write_json
 from crossward.imaging.data import Cohort, TooFewImages, labels_of, load_site
 from crossward.imaging.prepare.cache import NotPrepared
 from crossward.privacy.dp.accounting import Unpriceable
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.ledger import BudgetSpent, OtherUnit
 from crossward.privacy.secagg.attempt import Blamed, OutOfTurn
 from crossward.privacy.secagg.canonical import Malformed
@@ -45,7 +46,6 @@ from crossward.site.protection import (
     Book,
     LearnedPictures,
     LedgerRefused,
-    NotFinite,
     NotPrivate,
     Protection,
     certified_ledger,
@@ -200,7 +200,7 @@ class Member:
                 strikes=self._strikes,
                 threads=os.cpu_count() or 1,
             )
-            self._release.tasks = Witness(self.name, Evidence(folder)).over(self._release.tasks)
+            self._release.tasks = Witness(self.name, Evidence(folder, shown=f"runs/{run}")).over(self._release.tasks)
         return self._participant
 
     def _check_planned(self, protection: Protection) -> None:

@@ -9,6 +9,7 @@ tensor by tensor, because methods send different parts of one training; and of n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from crossward.federation.contract import Tensors
 from crossward.federation.scopes import tensors_digest
@@ -34,6 +35,42 @@ def tensor_digests(update: Tensors) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """A sum that something trained is in.
+
+    Attributes:
+        owner: digest of the study and the model that it is for.
+        round_number: of it.
+        kind: of it.
+        sites: whose parts are in it.
+        ways: by digest of a tensor, how it goes into the sum.
+    """
+
+    owner: str
+    round_number: int
+    kind: str
+    sites: tuple[str, ...]
+    ways: Mapping[str, str]
+
+    def forbids(self, other: _Sum) -> bool:
+        """Whether a tensor of this is in another sum: with other sites, or another product of the same kind."""
+        common = self.ways.keys() & other.ways.keys()
+        differs = self.kind == other.kind and any(self.ways[tensor] != other.ways[tensor] for tensor in common)
+        return bool(common) and (differs or self.sites != other.sites)
+
+    # A site's record has lines of one form: here the owner stands where a job's name does, and there are no attempts.
+
+    def use(self) -> Use:
+        about = " ".join((self.kind, *self.ways.values()))
+        return Use(self.owner, self.round_number, 0, self.sites, " ".join(self.ways), about, "masked")
+
+    @classmethod
+    def of(cls, use: Use) -> _Sum:
+        kind, *ways = use.about.split(" ")
+        return cls(use.job, use.round_number, kind, use.cohort, dict(zip(use.update.split(" "), ways, strict=True)))
+
+
 def hold_to_one_sum(
     memory: Memory, *, owner: str, kind: str, round_number: int, sites: tuple[str, ...], ways: Mapping[str, str]
 ) -> None:
@@ -55,29 +92,12 @@ def hold_to_one_sum(
     """
     if not ways:
         return
-    parts = {tensor: way[:_DIGITS] for tensor, way in sorted(ways.items())}
-    this = Use(owner, round_number, 0, sites, " ".join(parts), " ".join((kind, *parts.values())), "masked")
-    kept = memory.uses(EVERY_STUDY, _TRAINED)
-    if any(use.job != owner and _is_another_sum(use, this) for use in kept):
+    this = _Sum(owner, round_number, kind, sites, {tensor: way[:_DIGITS] for tensor, way in sorted(ways.items())})
+    kept = [_Sum.of(use) for use in memory.uses(EVERY_STUDY, _TRAINED)]
+    if any(earlier.owner != owner and earlier.forbids(this) for earlier in kept):
         raise AlreadyUsed(
             f"what was trained for round {round_number} was masked before, for another study or another model; it may "
             "be masked again only for the same sites, with the same weights and ranges"
         )
     if this not in kept:
-        memory.keep(EVERY_STUDY, _TRAINED, this)
-
-
-def _is_another_sum(earlier: Use, this: Use) -> bool:
-    """Whether some tensor is in both, and the sums are not one: other sites, or other products of the same kind."""
-    earlier_kind, before = _parts(earlier)
-    kind, now = _parts(this)
-    common = before.keys() & now.keys()
-    if not common:
-        return False
-    differs = earlier_kind == kind and any(before[tensor] != now[tensor] for tensor in common)
-    return differs or earlier.cohort != this.cohort
-
-
-def _parts(use: Use) -> tuple[str, dict[str, str]]:
-    kind, *ways = use.about.split(" ")
-    return kind, dict(zip(use.update.split(" "), ways, strict=True))
+        memory.keep(EVERY_STUDY, _TRAINED, this.use())

@@ -38,10 +38,6 @@ class NotPrivate(PrivacyRefusal):
     """The study cannot be trained image by image."""
 
 
-class NotFinite(PrivacyRefusal):
-    """Training gave an update whose values are not finite, so that it cannot be clipped."""
-
-
 class LearnedPictures(PrivacyRefusal):
     """The site's pictures depend on all its training images, so that nobody's part in them has a limit."""
 

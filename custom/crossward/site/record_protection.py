@@ -23,6 +23,7 @@ from crossward.federation.errors import PrivacyRefusal
 from crossward.imaging.data import SiteData, Split
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.release import noisy_sums
 from crossward.privacy.dp.sampling import PatientSampler
 from crossward.privacy.dp.settings import Privacy
@@ -197,9 +198,11 @@ class RecordProtection(Protection):
 
 @contextmanager
 def _the_jobs_own() -> Iterator[None]:
-    """What cannot be told apart by image is the job's fault."""
+    """What cannot be told apart by image is the job's fault; that training diverged is not."""
     try:
         yield
+    except NotFinite:
+        raise
     except PrivacyRefusal as refusal:
         raise NotPrivate(str(refusal)) from refusal
 

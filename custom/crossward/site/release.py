@@ -332,8 +332,8 @@ class Release:
             key = secure.group_key("sketches", round_number=report.round_number)
             self._hold(f"sketches from {self._model}", key.hex(), most=MOST_SKETCHES)
             # Nearly the same study trains the same, and would have as many again.
-            trained = sorted(self._tensors[name] for name in self._sketched if name in self._tensors)
-            self._hold(f"sketches of {' '.join(trained)}", key.hex(), most=MOST_SKETCHES, study=EVERY_STUDY)
+            if trained := sorted(self._tensors[name] for name in self._sketched if name in self._tensors):
+                self._hold(f"sketches of {' '.join(trained)}", key.hex(), most=MOST_SKETCHES, study=EVERY_STUDY)
         found: dict[str, Vector] = {}
         for block, name in self._masked.rotated_blocks.items():
             vector = report.update[name].double().reshape(-1)

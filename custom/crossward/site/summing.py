@@ -67,6 +67,10 @@ class Opened:
         return tallies_of(self.numbers)
 
 
+class NoSum(Refusal):
+    """Too few sites are left for a sum, and none is known to be at fault; the code is theirs where they agree."""
+
+
 class Summing:
     """Asks sites for masked sums.
 
@@ -98,6 +102,8 @@ class Summing:
         self.left_out = left_out
         self.faulty: dict[str, Refusal] = {}
         """The sites that were found at fault in the sum that is asked for; it goes on without them."""
+        self.refused: dict[str, Refusal] = {}
+        """Why sites took no step of that sum, by their own word; noted by whoever carries the tasks."""
         self._agreements = 0
         self.attempts = 0
         self._tried: Counter[tuple[Kind, int]] = Counter()
@@ -166,6 +172,7 @@ class Summing:
         plan_for: Callable[[tuple[str, ...]], Plan] | None = None,
         limits: Mapping[str, float] | None = None,
         earlier: Sequence[Opening] = (),
+        invited: Collection[str] = (),
         note: Callable[[Opening], None] = lambda opening: None,
     ) -> Opened:
         """Open one sum over the sites in ``address``, or over those of them that stay.
@@ -178,12 +185,14 @@ class Summing:
             plan_for: makes the plan for a cohort.
             limits: of the products.
             earlier: what sites were asked to open before, oldest first; tried before anything else.
+            invited: who should be in it. Where one of them is not even asked, it is missing: no other's word says why.
             note: called before sites are asked to open something.
 
         Raises:
-            Refusal: too few sites are left; nothing was opened. Where that is for sites at fault, it names them.
+            Refusal: too few sites are left, for some that are at fault; nothing was opened.
+            NoSum: too few are left, and nobody is known to be at fault; nothing was opened.
         """
-        self.faulty = {}
+        self.faulty, self.refused = {}, {}
         everybody = tuple(sorted(address))
         again = [
             opening
@@ -210,10 +219,19 @@ class Summing:
                     return _Sum(self, request, {site: address[site] for site in present}, model, note).run()
                 except _Left as left:
                     cohort, present = left.cohort, left.present
-        for refusal in self.faulty.values():
-            alike = sorted(site for site, other in self.faulty.items() if other.code is refusal.code)
-            raise Refusal(refusal.code, site=" and ".join(alike), **refusal.numbers)
-        raise Refusal(Code.NO_SUM, sites=len(present), needed=self.fewest)
+        raise self._end({*everybody, *invited}, present)
+
+    def _end(self, everybody: Collection[str], present: Collection[str]) -> Refusal:
+        """Why there is no sum: who is at fault, what all that are left out said, or how few the others are."""
+        if self.faulty:
+            fault = next(iter(self.faulty.values()))
+            alike = sorted(site for site, other in self.faulty.items() if other.code is fault.code)
+            return Refusal(fault.code, site=" and ".join(alike), **fault.numbers)
+        gone = [site for site in sorted(everybody) if site not in present]
+        said = [self.refused[site] for site in gone if site in self.refused]
+        if len({refusal.code for refusal in said}) == 1 and len(said) == len(gone):
+            return NoSum(said[0].code, site=" and ".join(gone), **said[0].numbers)
+        return NoSum(Code.NO_SUM, sites=len(present), needed=self.fewest)
 
     def ask(
         self,

@@ -126,7 +126,8 @@ _WORDS: dict[Code, _Words] = {
         "Wait until that job has ended, then submit this one again",
     ),
     Code.DATA_CHANGED: _Words(
-        "the site's images are not those the run was started with", "Start a new run, or put the images back"
+        "the site's images are not those the run was started with",
+        "Start a new run, with another --seed under secure aggregation, or put the images back",
     ),
     Code.NOT_PREPARED: _Words(
         "the site's images are not prepared for this job, or its site.yaml or labels changed since they were",
@@ -175,7 +176,7 @@ _WORDS: dict[Code, _Words] = {
     Code.STORAGE: _Words("the site's state cannot be read or written", f"{_SITE_LOG}, with the file's name"),
     Code.OTHER_VAULT: _Words(
         "the site's vault was written for another study or by another version; it is left as it is",
-        "Start a new run, or install the version that wrote it",
+        "Start a new run, with another --seed under secure aggregation, or install the version that wrote it",
     ),
     Code.TRUSTING_JOB: _Words(
         "the job's secure aggregation reckons with no site that works together with the server",
@@ -301,12 +302,13 @@ _WORDS: dict[Code, _Words] = {
     Code.CAUGHT: _Words(
         "the site broke secure aggregation: what it signed contradicts itself, or what it committed to",
         "The sum goes on without the site where it can. The evidence is in the run's folder at the server; "
-        "ask who runs the site, and resume the run without it",
+        "ask who runs the site. Where the run has ended, start a new run with another --seed and without the site",
     ),
     Code.DISPUTED: _Words(
-        "the site stands alone against {sites:.0f} others: what was shared between them for a sum does not hold",
+        "the site stands against {sites:.0f} others, and what was shared between them for a sum does not hold: it "
+        "lies, or those others do together",
         "The sum goes on without the site, which is asked again in the next round. The evidence is in the run's "
-        "folder at the server; ask who runs the site",
+        "folder at the server, with the others' names; ask who runs the site, and who runs those",
         ("sites",),
     ),
     Code.QUARREL: _Words(

@@ -19,10 +19,11 @@ from crossward.imaging.data import SiteData, Split
 from crossward.imaging.loading import batches
 from crossward.methods.base import Batch, Context, Method, Model
 from crossward.privacy.dp.accounting import Part, Spending, calibrate
+from crossward.privacy.dp.clipping_common import NotFinite
 from crossward.privacy.dp.lines import Shared
 from crossward.privacy.dp.noise import FARTHEST
 from crossward.privacy.dp.settings import Privacy
-from crossward.site.protection import NotFinite, Protection
+from crossward.site.protection import Protection
 from crossward.site.trainer import EVALUATION_BATCH, Training, train_round
 
 UPDATE = "update"
@@ -60,7 +61,7 @@ class UpdateProtection(Protection):
         self.reach = reach_of(privacy, rounds=self._rounds, shared=self._shared)
 
     def planned(self) -> dict[str, Spending]:
-        return {"update": Spending(self.noise, 1.0, self._rounds)}
+        return {UPDATE: Spending(self.noise, 1.0, self._rounds)}
 
     def train(self, model: Model, method: Method, context: Context) -> dict[str, Vector]:
         self._reserve(context.round_number, {UPDATE: Spending(self.noise, 1.0, 1)})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crossward.federation.errors import PrivacyRefusal
 from crossward.privacy.dp.clipping import clipper_for
-from crossward.privacy.dp.clipping_common import countable, factors_of
+from crossward.privacy.dp.clipping_common import NotFinite, countable, factors_of
 
 TOLERANCE = 1e-4
 """Largest relative difference; float32 and kernels for other batch sizes make some 1e-6."""
@@ -52,6 +52,7 @@ def check_per_sample(
 
     Raises:
         PrivacyRefusal: they differ by more, or the model cannot be clipped at all.
+        NotFinite: no image has a loss and a gradient that are finite, as after training that diverged.
     """
     if count < 2:
         raise PrivacyRefusal(f"{count} images cannot show whether a batch's images are mixed; it takes two or more")
@@ -83,7 +84,7 @@ def _difference(
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     clipped = clipper_for(model, clip=clip).backward(losses_of(rows))
     if clipped.left_out == len(rows):
-        raise PrivacyRefusal(
+        raise NotFinite(
             "the model gives no image a loss with a finite gradient, so that nothing shows whether images are mixed. "
             "Lower the learning rate"
         )

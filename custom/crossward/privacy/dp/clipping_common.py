@@ -15,6 +15,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from crossward.federation.errors import PrivacyRefusal
 
 
+class NotFinite(PrivacyRefusal):
+    """Training gave values that are not finite, so that nothing is there to clip."""
+
+
 class UnknownLayer(PrivacyRefusal):
     """A model has parameters that the fast way does not know, and Opacus may."""
 

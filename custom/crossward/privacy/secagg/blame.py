@@ -10,7 +10,8 @@ def left_out(blames: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]
 
     Whether sealed shares hold is known to their two ends only, so a quarrel counts against both: who disagrees with
     the most is left out, and with it its quarrels. A site that lies to everybody, or about everybody, thus goes alone.
-    Of a pair whose quarrel remains one lies, and nobody can know which: both are left out.
+    Of a pair whose quarrel remains one lies, and nobody can know which: both are left out. So are all that disagree
+    with as many: an honest site that two accuse is left out with them, or in their place.
 
     Args:
         blames: by site, whom it blames.
