@@ -360,6 +360,16 @@ SHAPE = [
 ]
 
 
+@pytest.mark.parametrize("measured", ["percentile", "zscore"])
+def test_a_picture_of_which_a_crop_leaves_only_padding_is_refused(measured: str) -> None:
+    """The image is a corner of a wide strip, and the middle of it is cut out."""
+    valid = np.zeros((4, 20), dtype=bool)
+    valid[:, :3] = True
+    make = pipeline([step("square", by="crop"), step(measured)], size=12, channels=1)
+    with pytest.raises(Refused, match="not padding"):
+        make(frame(np.arange(80, dtype=np.float32).reshape(4, 20), valid=valid))
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_whatever_comes_in_a_picture_or_a_refusal_comes_out(data: st.DataObject) -> None:

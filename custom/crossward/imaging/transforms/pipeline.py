@@ -179,6 +179,9 @@ class Fitter:
 
 def _applied(plan: Plan, picture: Picture) -> Picture:
     for name, options in plan:
+        # A crop, or larger pixels, may leave none of the image: then there is nothing that a step could measure.
+        if not picture.valid.any():
+            raise Refused(Reason.TRANSFORM, "no pixel is left that is not padding")
         picture = STEPS[name].apply(picture, **options)
     return picture
 
